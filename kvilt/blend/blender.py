@@ -6,7 +6,7 @@ Returns rows and never runs them, so that they share steps with other requests. 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from .prompt_documents import DocumentKey, PromptDocuments
 from .recipe import BlendPrompt, Recipe, Strategy
 from .recipe_blend import RecipeBlend, selected_rows
 from .repair import KVRepair
+from .report import BlendedDocument, BlendReport, blended_documents
 from .retriever import int_tensor
 from .row_stage import RowStage
 from .selection import TokenSelection
@@ -35,17 +36,7 @@ MASS_EVERY = 4  # attention is measured in one of so many layers: those between 
 Stages = Generator[RowStage | None, None, None]  # None: the documents of the next stage are not loaded yet
 _BASE = Base()
 _NO_PLUGINS = BlendPlugins()
-
-
-@dataclass(frozen=True, slots=True)
-class BlendReport:
-    """Where the KV of a blended prompt came from."""
-
-    computed: int  # outside of documents
-    reused: int
-    recomputed: int  # of the documents' tokens
-    made: int  # tokens of documents that were not stored yet, computed standalone before anything else
-    recipe: str
+_NONE = torch.zeros(0, dtype=torch.int64)
 
 
 class Blending:
@@ -89,7 +80,8 @@ class Blending:
         self._meter = LoadMeter()
         self._opened = False
         self._made = 0
-        self._recomputed = 0
+        self._again = _NONE  # positions of documents' tokens that are computed again
+        self._report: tuple[BlendedDocument, ...] | None = None
         self._placed = 0  # layers whose stored KV is in the cache, or comes with the stage in progress
         self._scratch: KVCache | None = None  # where documents that are not stored yet are computed
         self._stages: Stages | None = None
@@ -158,7 +150,7 @@ class Blending:
         if self._documents.missing():
             self._room()  # all room is found before any work
         kv.row(0).origin = self.origin
-        self._placed, self._recomputed, self.done = 0, 0, False
+        self._placed, self._again, self._report, self.done = 0, _NONE, None, False
         self._stages = self._run(kv)
         self._advance()
 
@@ -194,7 +186,17 @@ class Blending:
     def report(self) -> BlendReport:
         reused = self._documents.prompt.reused
         computed = len(self.blend_prompt.ids) - self.blend_prompt.exact - reused
-        return BlendReport(computed, reused - self._recomputed, self._recomputed, self._made, self.origin)
+        again = len(self._again)
+        return BlendReport(computed, reused - again, again, self._made, self.origin, self._documents_report())
+
+    def _documents_report(self) -> tuple[BlendedDocument, ...]:
+        """Which tokens of each document were computed again; nothing before all of them are."""
+        if not self.done:
+            return ()
+        if self._report is None:
+            prompt = self._documents.prompt
+            self._report = blended_documents(prompt.ids, prompt.documents, self._again.tolist())
+        return self._report
 
     def close(self) -> None:
         """Release what blending needed; the prompt's cache belongs to the caller."""
@@ -235,7 +237,7 @@ class Blending:
             if self.recipe.needs("query"):
                 yield from self._probe(kv, 0, None, own.scores)
             chosen = own.select()
-            self._recomputed = int(self._selection.reusable[chosen].sum())
+            self._again = chosen[self._selection.reusable[chosen]] + start
             yield from self._finish(kv, chosen, 0, None)
             return
         yield from self._select(kv, blend, own)
@@ -258,7 +260,7 @@ class Blending:
             output = self._blended(blend, layer, stage, stored)
             kept = selected_rows(output, self._selection.always()[chosen])
             if not lower:
-                self._recomputed = int(reusable[kept].sum())
+                self._again = kept[reusable[kept]] + start
             chosen, source, lower = chosen[kept], hidden[kept.to(hidden.device)], layer + 1
         assert isinstance(source, Tensor)
         yield from self._finish(kv, chosen, lower, source)

@@ -237,7 +237,7 @@ def _sample_json(completion: Completion) -> dict[str, Any]:
         **({"reasoning": completion.reasoning} if completion.reasoning else {}),
         "token_ids": completion.token_ids,
         "finish_reason": completion.finish_reason,
-        "usage": asdict(completion.usage),
+        "usage": {name: value for name, value in asdict(completion.usage).items() if name != "documents"},
         "timing": asdict(completion.timing),
     }
     if completion.logprobs is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from ..blend.blender import BlendReport
+from ..blend.report import BlendReport
 from ..kv.cache import KVCache
 from ..sampling.sampler import TokenLogprobs
 from .misses.miss import PrefixMiss

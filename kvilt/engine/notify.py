@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from ..blend.blender import BlendReport
+from ..blend.report import BlendReport
 from ..errors import ModelClosed
 from ..executor.protocol import Executor
 from ..kv.cache import KVCache

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ..blend.blender import BlendReport
+from ..blend.report import BlendReport
 from ..engine.event import DraftCounts, Ended, Event, PooledPrompt, Scored, TokenEvent
 from ..engine.misses.miss import PrefixMiss
 from ..sampling.params import SamplingParams
@@ -287,7 +287,7 @@ def prompt_usage(prompt: int, completion: int, cached: int, computed: int, found
         return Usage(prompt, completion, computed, prefix_hit=cached)
     computed -= found.reused + found.recomputed
     made = Usage(prompt, completion, computed, cached, found.reused, found.recomputed, found.recipe)
-    return replace(made, documents_computed=found.made)
+    return replace(made, documents_computed=found.made, documents=found.documents)
 
 
 def _drafted(usage: Usage, drafts: DraftCounts) -> Usage:

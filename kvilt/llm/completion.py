@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
+from ..blend.report import BlendedDocument
 from ..engine.misses.miss import MissCandidate, MissReason
 from ..kv.cache import KVCache
 from ..sampling.sampler import TokenLogprobs
@@ -57,6 +58,7 @@ class Usage:
     accepted_places: tuple[int, ...] = ()  # of these, how many as the first, second, ... of their draft
     documents_computed: int = 0  # tokens of documents that were not stored: computed once by themselves, then reused
     miss: Miss | None = None  # why no more was reused; None where no more was there
+    documents: tuple[BlendedDocument, ...] = field(default=(), repr=False)  # what was blended, and computed again
     cached_tokens: int = field(init=False)  # tokens of the prompt that were not computed, from any source
 
     def __post_init__(self) -> None:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from ..blend.blender import BlendReport
+from ..blend.report import BlendReport
 from ..engine.driver import Driver
 from ..engine.event import Ended, Event, PromptProgress, TokenEvent
 from ..engine.sequence import Job

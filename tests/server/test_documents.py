@@ -74,6 +74,32 @@ def test_a_conversation_with_documents(server: Running, llm: LLM) -> None:
         assert used["blended_recomputed"] == expected.usage.blended_recomputed > 0
 
 
+@pytest.mark.parametrize("strategy", ["query", "head", "deviation"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_usage_says_which_tokens_were_computed_again(
+    server: Running, llm: LLM, strategy: str, stream: bool
+) -> None:
+    texts = [ONE, "Ä\U0001f600 — " * 12]
+    recipe = {"ratio": 0.2, "min_gain": 0, "strategy": strategy, "check_layer": 0}
+    more = {"documents": texts, "blend": recipe, "return_blended_tokens": True}
+    fields: dict[str, Any] = {**SHORT, "messages": QUESTION, "extra_body": more, "stream": stream}
+    if stream:
+        chunks = list(server.openai().chat.completions.create(**fields, stream_options={"include_usage": True}))
+        used = own(chunks[-1].usage)
+    else:
+        used = own(server.openai().chat.completions.create(**fields).usage)
+    shown = used["documents"]
+    assert ["".join(piece["text"] for piece in one["pieces"]) for one in shown] == texts
+    assert [one["tokens"] for one in shown] == [len(llm.documents.ids(text)) for text in texts]
+    again = [piece["tokens"] for one in shown for piece in one["pieces"] if piece["recomputed"]]
+    assert sum(again) == used["blended_recomputed"] > 0
+    assert sum(piece["tokens"] for one in shown for piece in one["pieces"]) == sum(one["tokens"] for one in shown)
+    if strategy == "head":
+        assert all(one["pieces"][0]["recomputed"] and len(one["pieces"]) == 2 for one in shown)
+    quiet = server.openai().chat.completions.create(**{**fields, "stream": False, "extra_body": {"documents": texts}})
+    assert "documents" not in own(quiet.usage)
+
+
 def test_a_stream_says_the_same_and_counts_in_its_last_chunk(server: Running, llm: LLM) -> None:
     expected = llm.chat(QUESTION, documents=[TWO, ONE], recipe=LOOSE, max_tokens=6, temperature=0)
     options = {"include_usage": True}

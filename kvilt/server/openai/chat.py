@@ -37,7 +37,7 @@ from .params import (
     wants_progress,
 )
 from .schema import AllowedToolsChoice, AllowedToolSet, ChatCompletion, ChatRequest, ChosenTool
-from .usage import OnUsage, chat_logprobs, completion_usage, finish_reasons, running_usage
+from .usage import OnUsage, blended_tokenizer, chat_logprobs, completion_usage, finish_reasons, running_usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +211,7 @@ async def complete_chat(service: Service, prepared: PreparedChat) -> dict[str, A
             builders[delta.index].add(delta)
         done = stream.completion
     kept = await keep_kv(service.llm, done, prepared.keywords()["tenant"]) if prepared.body.kv_out else {}
-    if prepared.params.logprobs is None:
+    if prepared.params.logprobs is None and not prepared.body.return_blended_tokens:
         return _answer(service, prepared, builders, done, kept)
     return await service.llm.offload.run(
         ANSWER, _answer, service, prepared, builders, done, kept, owner=prepared.caller.tenant
@@ -234,7 +234,7 @@ def _answer(
     return {
         **answer_header(service, "chat.completion", prepared.name, prepared.lora),
         "choices": choices,
-        "usage": completion_usage([done]),
+        "usage": completion_usage([done], blended_tokenizer(service.llm.tokenizer, prepared.body)),
         **({"warnings": list(done.warnings)} if done.warnings else {}),
     }
 
@@ -270,7 +270,12 @@ class ChatStream(DeltaSource):
             kept = await keep_kv(self._service.llm, done, self._prepared.keywords()["tenant"])
             for delta in self._ends:
                 yield self._delta_chunk(delta, **kept[delta.index])
-        self._on_usage(took := completion_usage([done]), finish_reasons([done]))
+        if (blended := blended_tokenizer(self._service.llm.tokenizer, self._prepared.body)) is None:
+            took = completion_usage([done])
+        else:
+            owner = self._prepared.caller.tenant
+            took = await self._service.llm.offload.run(ANSWER, completion_usage, [done], blended, owner=owner)
+        self._on_usage(took, finish_reasons([done]))
         if self._usage:
             yield sse_event({**self._head, "choices": [], "usage": took})
         if done.warnings:

@@ -25,7 +25,7 @@ from ..service import Service, answer_header, new_id
 from ..tracing import trace_request, trace_response, trace_usage
 from .params import check_documents, prompt_progress, request_options, sampling_params, wants_discovery, wants_progress
 from .schema import CompletionRequest, TextCompletion
-from .usage import CompletionLogprobs, OnUsage, completion_usage, finish_reasons, running_usage
+from .usage import CompletionLogprobs, OnUsage, blended_tokenizer, completion_usage, finish_reasons, running_usage
 
 DEFAULT_TOKENS = 16
 
@@ -116,7 +116,7 @@ async def complete_text(service: Service, prepared: PreparedCompletion) -> dict[
         tasks = [group.create_task(_one(service, prepared, index, room)) for index in range(len(prepared.ids))]
     done = [task.result() for task in tasks]
     kept = await keep_kv(service.llm, done[0], prepared.keywords(0)["tenant"]) if prepared.body.kv_out else {}
-    if prepared.body.logprobs is None:
+    if prepared.body.logprobs is None and not prepared.body.return_blended_tokens:
         return _answer(service, prepared, done, kept)
     return await service.llm.offload.run(ANSWER, _answer, service, prepared, done, kept, owner=prepared.caller.tenant)
 
@@ -133,7 +133,7 @@ def _answer(
     return {
         **answer_header(service, "text_completion", prepared.name, prepared.lora),
         "choices": choices,
-        "usage": completion_usage(done),
+        "usage": completion_usage(done, blended_tokenizer(service.llm.tokenizer, prepared.body)),
         **({"warnings": list(done[0].warnings)} if done[0].warnings else {}),
     }
 
@@ -231,7 +231,12 @@ class CompletionStream:
             kept = await keep_kv(self._service.llm, done[0], self._prepared.keywords(0)["tenant"])
             for delta in self._ends:
                 yield self._delta_chunk(0, delta, **kept.get(delta.index, {}))
-        self._on_usage(took := completion_usage(done), finish_reasons(done))
+        if (blended := blended_tokenizer(self._service.llm.tokenizer, self._prepared.body)) is None:
+            took = completion_usage(done)
+        else:
+            owner = self._prepared.caller.tenant
+            took = await self._service.llm.offload.run(ANSWER, completion_usage, done, blended, owner=owner)
+        self._on_usage(took, finish_reasons(done))
         if self._usage:
             yield sse_event({**self._head, "choices": [], "usage": took})
         if done[0].warnings:

@@ -239,6 +239,9 @@ class GenerationRequest(RequestModel):
     stream: bool | None = None
     stream_options: StreamOptionsParam | None = None
     return_progress: bool | None = Field(None, description="In a stream: send chunks with the progress of the prompt.")
+    return_blended_tokens: bool | None = Field(
+        None, description="Say in the usage which tokens of documents were computed again."
+    )
     cache_salt: Salt | None = None
     kv: HandleId | None = Field(None, description="The KV handle that the prompt continues.")
     kv_out: bool | None = Field(None, description="Keep the KV of prompt and answer as a new handle.")

@@ -3,24 +3,54 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from ...blend.report import BlendedDocument
 from ...llm import Completion, ReadingProgress, Usage
 from ...sampling.sampler import TokenLogprobs
 from ...text.detokenizer import Detokenizer
 from ...text.tokenizer import Tokenizer
+from .fields import GenerationRequest
 
 LOWEST = -9999.0  # JSON has no infinity
 OnUsage = Callable[[Mapping[str, Any], Sequence[str]], None]  # gets token counts, and why each sample ended
 
 
-def completion_usage(completions: Sequence[Completion]) -> dict[str, Any]:
-    """The token counts of completions; a prompt counts once for all of its samples."""
+def completion_usage(completions: Sequence[Completion], blended: Tokenizer | None = None) -> dict[str, Any]:
+    """The token counts of completions; a prompt counts once for all of its samples.
+
+    With the tokenizer `blended` they say which tokens of documents were computed again.
+    """
     samples = [sample for done in completions for sample in (done, *done.alternatives)]
     counts = usage_json([done.usage for done in completions], sum(len(sample.token_ids) for sample in samples))
+    if blended is not None:
+        shown = [document_json(blended, one) for done in completions for one in done.usage.documents]
+        counts["kvilt"] = {**counts["kvilt"], "documents": shown}
     return {**counts, "completion_tokens_details": _drafts([sample.usage for sample in samples])}
+
+
+def blended_tokenizer(tokenizer: Tokenizer, body: GenerationRequest) -> Tokenizer | None:
+    """What decodes the tokens of documents, where a request wants to know which were computed again."""
+    return tokenizer if body.return_blended_tokens else None
+
+
+def document_json(tokenizer: Tokenizer, document: BlendedDocument) -> dict[str, Any]:
+    """A blended document as pieces of text, each of tokens that were all computed again, or all reused."""
+    stops = [place for span in document.recomputed for place in (span.start, span.stop)]
+    detokenizer = Detokenizer(tokenizer, at_start=False)
+    pieces: list[dict[str, Any]] = []
+    for at, token in enumerate(document.ids, document.start):
+        again = bisect_right(stops, at) % 2 == 1
+        if not pieces or pieces[-1]["recomputed"] != again:
+            pieces.append({"text": "", "recomputed": again, "tokens": 0})
+        pieces[-1]["text"] += detokenizer.add(token)  # a character belongs to the token that completes it
+        pieces[-1]["tokens"] += 1
+    if pieces:
+        pieces[-1]["text"] += detokenizer.finish()
+    return {"start": document.start, "tokens": len(document.ids), "pieces": pieces}
 
 
 def finish_reasons(completions: Sequence[Completion]) -> list[str]:

@@ -24,9 +24,7 @@ def written(server: Running, revision: int) -> None:
     until(lambda: [one["revision"] for one in kept(server)][:1] == [revision], "the conversation on the server")
 
 
-def test_a_link_works_in_another_browser_and_after_a_restart(
-    start: Start, visiting: Visiting, tmp_path: Path
-) -> None:
+def test_a_link_works_in_another_browser_and_after_a_restart(start: Start, visiting: Visiting, tmp_path: Path) -> None:
     with start(chats_dir=tmp_path) as server:
         visit = visiting(server)
         visit.script("12")
@@ -34,7 +32,9 @@ def test_a_link_works_in_another_browser_and_after_a_restart(
         visit.say("What is kept?")
         visit.answered("12")
         written(server, 1)
-        until(lambda: page.evaluate("localStorage.getItem('kvilt.chat.' + location.hash.slice(6))") is None, "moving it")
+        until(
+            lambda: page.evaluate("localStorage.getItem('kvilt.chat.' + location.hash.slice(6))") is None, "moving it"
+        )
         link = page.url.removeprefix(server.url)
         other = visiting(server)
         other.page.goto(server.url + link)
