@@ -32,6 +32,7 @@ from ..kv.owner import owner_of
 from ..metrics import Metrics
 from ..sampling.grammar import Grammar
 from ..sampling.params import SamplingParams
+from ..store.channel import TierFailure
 from ..text.parse import Tools
 from .answer import Answer, AnswerConfig
 from .async_kv import AsyncKV
@@ -191,6 +192,10 @@ class AsyncLLM(Model):
         return await self._open(
             partial(self._prompts.chat, messages, tools, chat_template_kwargs), chosen, options, progress
         )
+
+    def store_failures(self) -> dict[str, TierFailure]:
+        """The last failure of each tier of the store that has had one."""
+        return {} if self._store is None else self._store.last_failures()
 
     async def warm(
         self,

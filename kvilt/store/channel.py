@@ -45,6 +45,14 @@ class QueuedWrite:
     encode: Callable[[], list[bytes]]
 
 
+@dataclass(frozen=True, slots=True)
+class TierFailure:
+    """The last failure of a tier."""
+
+    message: str
+    at_s: float  # a calendar time
+
+
 class TierChannel:
     """Access to one tier from any thread."""
 
@@ -77,6 +85,7 @@ class TierChannel:
         self._pending_bytes = 0
         self._writing = False
         self._served_s = 0.0  # when the tier last answered a reader
+        self.last_failure: TierFailure | None = None
         self._closed = False
         self._threads: list[threading.Thread] = []
         metrics.set(UP, 1, tier=tier.name)
@@ -132,7 +141,7 @@ class TierChannel:
             result = work()
         except StoreError as error:
             if error.reason in UNWELL:
-                self._report(direction, False)
+                self._report(direction, False, str(error))
             raise
         if direction == "read":
             self._served_s = time.monotonic()
@@ -142,7 +151,7 @@ class TierChannel:
     def report_timeout(self, since_s: float) -> None:
         """A caller reached its deadline: a failure of the tier, unless it served other reads meanwhile."""
         if self._served_s < since_s:
-            self._report("read", False)
+            self._report("read", False, "deadline: the tier did not answer in time")
 
     # Background writes.
 
@@ -290,11 +299,13 @@ class TierChannel:
             self.tier.probe()
         except Exception as error:
             _log.info("the %s tier is still unwell: %s", self.name, error)
-            self._report(direction, False)
+            self._report(direction, False, str(error))
         else:
             self._report(direction, True)
 
-    def _report(self, direction: str, well: bool) -> None:
+    def _report(self, direction: str, well: bool, why: str = "") -> None:
+        if not well:
+            self.last_failure = TierFailure(why, time.time())
         breaker = self._breakers[direction]
         was = breaker.closed
         breaker.record_success() if well else breaker.record_failure()

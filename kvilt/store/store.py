@@ -25,7 +25,7 @@ from ..kv.prefix import EvictedPage
 from ..kv.row import EXACT, RowImage, Token
 from ..metrics import Metrics
 from .address import Address, Form, Kind, chunk_address, page_address, row_address, tokens_of
-from .channel import QueuedWrite, TierChannel
+from .channel import QueuedWrite, TierChannel, TierFailure
 from .codec_registry import codec_named
 from .codecs import Codec, Raw
 from .counters import BYTES, DROPPED, EVICTED, HITS, LOOKUPS, RECORDS, REFUSED, new_metrics
@@ -111,6 +111,11 @@ class Store:
     def least_budget(self) -> Budget | None:
         """The budget of the smallest tier that outlives the process; None where there is no such tier."""
         return min((channel.tier.budget for channel in self._channels), key=lambda one: one.total_bytes, default=None)
+
+    def last_failures(self) -> dict[str, TierFailure]:
+        """The last failure of each tier that has had one."""
+        found = {channel.name: channel.last_failure for channel in self._channels}
+        return {name: failure for name, failure in found.items() if failure is not None}
 
     @property
     def has_memory(self) -> bool:

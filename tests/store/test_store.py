@@ -276,10 +276,12 @@ def test_headers_are_read_before_any_layer(kit: Any, fake: Shelfware) -> None:
 def test_a_tier_that_is_left_alone_is_not_asked(kit: Any, fake: Shelfware) -> None:
     with kit.store(fake, limits=HOUR) as store:
         kit.put(store)
+        assert store.last_failures() == {}
         fake.error = StoreError("timeout", "ordered")
         for _ in range(10):
             assert not kit.open(store).hit()
         assert fake.log.count("open") == 3
+        assert store.last_failures()["fake"].message == "timeout: ordered"
         assert kit.count(store, "refused_total", tier="fake", reason="timeout") == 3
         assert kit.count(store, "refused_total", tier="fake", reason="down") == 7
         # Reads do not speak for writes: they have a breaker of their own, and it heard of nothing yet.

@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import orjson
 
 from ...engine.counters import ACCEPTED, DRAFTED, GENERATED, PREFIX_HITS, PREFIX_QUERIES, RUNNING, WAITING
-from ...executor.counters import STEPS, TOKENS
+from ...executor.counters import ROWS, STEPS, TOKENS
 from ...metrics import Declaration
-from ...store.counters import BYTES, HITS, RECORDS, UP
+from ...store.channel import TierFailure
+from ...store.counters import BYTES, DROPPED, EVICTED, HITS, LOOKUPS, RECORDS, REFUSED, UP
 from ..auth import Caller
 from ..service import Service
 
 EVERY_S = 1.0
 _COUNTED: Mapping[str, Declaration] = {
     "steps": STEPS,
+    "rows": ROWS,
     "computed_tokens": TOKENS,
     "generated_tokens": GENERATED,
     "drafted_tokens": DRAFTED,
@@ -30,6 +33,7 @@ _COUNTED: Mapping[str, Declaration] = {
     "prefix_hits": PREFIX_HITS,
     "running": RUNNING,
     "waiting": WAITING,
+    "lookups": LOOKUPS,
 }
 
 
@@ -85,20 +89,23 @@ def server_totals(service: Service) -> dict[str, Any]:
     for metrics in (llm.engine.metrics, llm.executor.metrics, llm.documents.metrics):
         values |= metrics.snapshot() if metrics is not None else {}
     counted = {name: _sum(values, metric.name) for name, metric in _COUNTED.items()}
-    return {**counted, "tiers": _tiers(values)}
+    return {**counted, "tiers": _tiers(values, llm.store_failures())}
 
 
 def _sum(values: dict[str, Any], name: str) -> float:
     return float(sum(point["value"] for point in values.get(name, {"series": ()})["series"]))
 
 
-def _tiers(values: dict[str, Any]) -> list[dict[str, Any]]:
-    """Each tier with its size, its hits and whether it is asked at the moment."""
+def _tiers(values: dict[str, Any], failures: Mapping[str, TierFailure]) -> list[dict[str, Any]]:
+    """Each tier with its size, its hits, what it did not give or take, and its last failure."""
     found: dict[str, dict[str, Any]] = {}
-    for field, metric in (("bytes", BYTES), ("records", RECORDS), ("up", UP), ("hits", HITS)):
+    counted = (("bytes", BYTES), ("records", RECORDS), ("up", UP), ("hits", HITS), ("evicted", EVICTED))
+    for field, metric in (*counted, ("refused", REFUSED), ("dropped", DROPPED)):
         for point in values.get(metric.name, {"series": ()})["series"]:
             tier = found.setdefault(point["labels"]["tier"], {"tier": point["labels"]["tier"]})
             tier[field] = tier.get(field, 0) + point["value"]
+    for name, failure in failures.items():
+        found.setdefault(name, {"tier": name})["last_failure"] = asdict(failure)
     return list(found.values())
 
 

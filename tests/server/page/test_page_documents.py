@@ -41,6 +41,16 @@ def test_documents_are_blended_and_an_answer_is_checked(server: Running, visitin
     assert body["blend"] == {"ratio": 0.3, "strategy": "head"}
     visit.idle()
     expect(page.locator(".facts")).to_contain_text(re.compile(r"\d+ of \d+ tokens of documents reused"))
+    page.get_by_text("Which tokens of the documents were computed again").click()
+    shown = page.locator(".blend-map section")
+    expect(shown).to_have_count(2)
+    expect(shown.first).to_contain_text(re.compile(r"elbe.txt \d+ of \d+ tokens computed again"))
+    # By `head` the first tokens of each document are computed again: one piece of either kind, and all of its text.
+    expect(shown.first.locator("mark")).to_have_count(1)
+    pieces = shown.first.locator(".cell").all_inner_texts()
+    assert len(pieces) == 2
+    assert pieces[0].startswith("elbe.txt\nThe Elbe rises"), "a document begins with its title"
+    assert "".join(shown.first.locator(".cells").all_text_contents()) == f"elbe.txt\n{RIVER.strip()}"
     with page.expect_request("**/v1/chat/completions") as asked:
         page.get_by_label("Check this answer").click()
     again = asked.value.post_data_json

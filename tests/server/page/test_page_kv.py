@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from typing import Any
@@ -172,6 +173,39 @@ def test_what_quality_checks_found_is_shown(fresh: Running, visiting: Visiting) 
     page.get_by_label("KV inspector", exact=True).first.click()
     expect(page.locator("#inspector")).to_contain_text("query 15 %")
     expect(page.locator("#inspector")).to_contain_text("mean KL 0.073, first token agrees in 89 %")
+
+
+def test_steps_and_tiers_of_the_store(fresh: Running, visiting: Visiting) -> None:
+    http = fresh.http()
+    state = http.get("/v1/kv/state").json()
+    tiers = [
+        {"tier": "memory", "records": 3, "bytes": 2048, "hits": 6, "up": 1},
+        {"tier": "disk", "records": 9, "bytes": 4096, "hits": 2, "up": 0, "refused": 5, "dropped": 1}
+        | {"last_failure": {"message": "disk_full: the disk tier cannot go on", "at_s": 1.0}},
+    ]
+    counts = {"steps": 4, "rows": 6, "computed_tokens": 30, "generated_tokens": 10, "lookups": 8}
+    counts |= {"drafted_tokens": 8, "accepted_tokens": 5}
+    seen = [{**state, "totals": {"tiers": tiers, **dict.fromkeys(counts, 0)}}]
+    seen += [{**state, "totals": {"tiers": tiers, **counts}}]
+    body = "".join(f"data: {json.dumps(one)}\n\n" for one in seen)
+
+    def answer(route: Any) -> None:
+        if "event-stream" in route.request.headers.get("accept", ""):
+            route.fulfill(body=body, content_type="text/event-stream")
+        else:
+            route.continue_()
+
+    page = visiting(fresh).open().page
+    page.route("**/v1/kv/state", answer)
+    page.get_by_label("KV inspector", exact=True).first.click()
+    panel = page.locator("#inspector")
+    expect(panel).to_contain_text("4 steps of 6 rows, 5 of 8 drafts accepted")
+    said = page.locator(".second").first.get_attribute("title")
+    assert said == "4 steps of 6 rows: 20 tokens of prompts, 10 of answers, 5 of 8 drafts accepted"
+    expect(panel).to_contain_text("6 hits, 75 % of lookups")
+    expect(panel).to_contain_text("5 not used, 1 not written")
+    expect(panel.locator(".last-failure")).to_contain_text("disk_full: the disk tier cannot go on")
+    expect(panel).to_contain_text("left alone after errors")
 
 
 def test_the_inspector_is_live_over_one_stream(fresh: Running, visiting: Visiting) -> None:

@@ -68,20 +68,28 @@ def test_several_branches_at_once_are_compared_and_picked(server: Running, visit
     page = visit.open().page
     visit.say("Say something")
     visit.idle()
-    page.get_by_label("Regenerate 3 branches at once").click()
+    page.get_by_label("Regenerate several branches at once").click()
+    expect(page.get_by_label("Branches", exact=True)).to_have_value("3")
+    page.keyboard.press("Escape")
+    expect(page.get_by_label("Branches", exact=True)).to_have_count(0)
+    page.get_by_label("Regenerate several branches at once").click()
+    page.get_by_label("Branches", exact=True).fill("4")
+    with page.expect_request("**/v1/chat/completions") as asked:
+        page.keyboard.press("Enter")
+    assert asked.value.post_data_json["n"] == 4
     visit.idle()
-    expect(page.locator(".which")).to_have_text("2/4")
+    expect(page.locator(".which")).to_have_text("2/5")
     texts = page.evaluate("JSON.parse(sessionStorage.getItem('kvilt.chat')).nodes.slice(2).map((one) => one.text)")
     handles = page.evaluate("JSON.parse(sessionStorage.getItem('kvilt.chat')).nodes.slice(2).map((one) => one.kv.id)")
-    assert len(texts) == 4
-    assert len(set(handles)) == 4, "each branch has its own KV"
+    assert len(texts) == 5
+    assert len(set(handles)) == 5, "each branch has its own KV"
     page.get_by_label("Compare branches").click()
     dialog = page.locator("#compare")
     expect(dialog.locator(".compared")).to_have_count(2)
     page.get_by_label("Right branch").select_option("3")
     expect(dialog.locator(".compared").last).to_have_text(texts[3], use_inner_text=False)
     dialog.get_by_text("Show this one").last.click()
-    expect(page.locator(".which")).to_have_text("4/4")
+    expect(page.locator(".which")).to_have_text("4/5")
 
 
 def test_an_answer_is_edited_and_continued(server: Running, visiting: Visiting) -> None:

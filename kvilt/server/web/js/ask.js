@@ -24,12 +24,12 @@ export async function ask({ api, book, tree, documents, ...how }, question, node
   const [first] = nodes;
   const body = requestBody({ tree, ...how }, question, nodes);
   // Documents stand in a prompt of their own: their KV is blended, not forked.
-  const parent = documents ? null : ((await resumed(book, first)) ?? (await book.before(question)));
+  const parent = documents ? null : ((await resumed(book, first)) ?? (await book.before(question, how.model)));
   const asked = performance.now();
-  for (const node of nodes) Object.assign(node, { clock: { asked }, miss: null, parentKv: null, calls: null, schema: readJson(how.settings.schema).value ?? null });
+  for (const node of nodes) Object.assign(node, { clock: { asked }, model: how.model, miss: null, parentKv: null, calls: null, schema: readJson(how.settings.schema).value ?? null });
   if (documents) {
-    Object.assign(body, documents, { seed: Math.floor(Math.random() * 2 ** 31), kv_out: false, ...(body.logprobs ? { top_logprobs: MOST_ALTERNATIVES } : {}) });
-    for (const node of nodes) node.blended = { ...documents.blend, documents: documents.documents.length, seed: body.seed };
+    Object.assign(body, documents, { seed: body.seed ?? Math.floor(Math.random() * 2 ** 31), kv_out: false, return_blended_tokens: true, ...(body.logprobs ? { top_logprobs: MOST_ALTERNATIVES } : {}) });
+    for (const node of nodes) node.blended = { ...documents.blend, documents: documents.documents.length, titles: documents.documents.map((one) => one.title), seed: body.seed };
   }
   // What came with a file is KV of a session, until answers have handles of their own.
   const imported = tree.session && !documents ? { session: tree.session } : {};

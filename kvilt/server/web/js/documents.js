@@ -69,7 +69,8 @@ export class Documents {
   async warm(document) {
     const asked = performance.now();
     try {
-      const { data } = await this.api.call('POST', 'v1/kv/chunks', { documents: [{ title: document.title, text: document.text }] });
+      const model = this.model ? { model: this.model } : {};
+      const { data } = await this.api.call('POST', 'v1/kv/chunks', { documents: [{ title: document.title, text: document.text }], ...model });
       const [{ tokens: n, found }] = data;
       Object.assign(document, { tokens: n, state: found ? 'found' : 'computed' });
       if (!found) this.tokensPerS = n / ((performance.now() - asked) / 1000);

@@ -40,23 +40,27 @@ export class HandleBook {
     for (const id of this.used) this.drop(id);
   }
 
-  /** Where answers to `question` part from each other, or else the nearest earlier answer: a handle, or null. */
-  async before(question) {
+  /** Where answers to `question` part from each other, or else the nearest earlier answer: a handle, or null.
+   *
+   * KV of another adapter is of no use: only answers of the same `model` count.
+   */
+  async before(question, model) {
+    const same = (node) => !node.model || !model || node.model === model;
     try {
-      return (await this.prompt(question)) ?? this.earlier(question);
+      return (await this.prompt(question, same)) ?? this.earlier(question, same);
     } catch {
-      return this.earlier(question); // the handle to fork is gone; a shorter one does
+      return this.earlier(question, same); // the handle to fork is gone; a shorter one does
     }
   }
 
   /** The KV of everything up to and with `question`: an answer's, cut where the answer began. */
-  async prompt(question) {
-    if (question.promptKv) return question.promptKv;
+  async prompt(question, same) {
+    if (question.promptKv && same(question.promptKv)) return question.promptKv;
     const answers = question.children.map((id) => this.tree().nodes.get(id));
-    const answer = answers.find((node) => node.kv && node.usage && !node.continued && node.usage.prompt_tokens <= node.kv.tokens);
+    const answer = answers.find((node) => node.kv && same(node) && node.usage && !node.continued && node.usage.prompt_tokens <= node.kv.tokens);
     if (!answer) return null;
     try {
-      question.promptKv = await this.cut(answer.kv.id, answer.usage.prompt_tokens);
+      question.promptKv = { ...(await this.cut(answer.kv.id, answer.usage.prompt_tokens)), model: answer.model };
     } catch (error) {
       if (error.status === 404 || error.status === 410) this.forget(answer.kv.id);
       throw error;
@@ -65,16 +69,17 @@ export class HandleBook {
   }
 
   /** The nearest earlier answer's handle; for a first question that was edited, one of the question beside it. */
-  earlier(question) {
+  earlier(question, same) {
     const path = this.tree().upTo(question).slice(0, -1).reverse();
-    return path.find((node) => node.kv)?.kv ?? this.beside(question);
+    return path.find((node) => node.kv && same(node))?.kv ?? this.beside(question, same);
   }
 
-  beside(question) {
+  beside(question, same) {
     const nodes = this.tree().nodes;
     const others = this.tree().parent(question).children.map((id) => nodes.get(id)).filter((node) => node !== question);
     const answers = others.flatMap((node) => node.children.map((id) => nodes.get(id)));
-    return [...others.map((node) => node.promptKv), ...answers.map((node) => node.kv)].find(Boolean) ?? null;
+    const kept = [...others.map((node) => node.promptKv).filter((kv) => kv && same(kv)), ...answers.filter(same).map((node) => node.kv)];
+    return kept.find(Boolean) ?? null;
   }
 
   /** A new handle with the first tokens of another. */

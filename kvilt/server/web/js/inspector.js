@@ -77,7 +77,7 @@ export class Inspector {
     this.time.replaceChildren(...this.timeline.draw());
     const tiers = state.totals?.tiers ?? [];
     this.tiersTitle.hidden = !tiers.length;
-    this.tiers.replaceChildren(...tierRows(tiers));
+    this.tiers.replaceChildren(...tierRows(tiers, state.totals?.lookups));
   }
 
   close() {

@@ -17,7 +17,7 @@ import { listen } from './keyboard.js';
 import { Library } from './library.js';
 import { told } from './message.js';
 import { Settings } from './settings.js';
-import { session } from './storage.js';
+import { local, session } from './storage.js';
 import { Tabs } from './tabs.js';
 import { themeButton } from './theme.js';
 import { Thread } from './thread.js';
@@ -150,7 +150,6 @@ class App {
       const { data } = await this.api.call('GET', 'v1/models');
       this.models = data;
       this.showModels();
-      this.settings.setDefaults(this.model?.sampling_defaults);
       this.notify(null);
       await this.library.begin();
       await this.followLink(link ?? (this.tree.revision ? this.tree.id : null));
@@ -164,10 +163,22 @@ class App {
   showModels() {
     const names = this.models.map((one) => one.id);
     document.title = names.length ? `${names[0]} · kvilt` : 'kvilt';
+    this.settings.setDefaults(this.model?.sampling_defaults);
     if (names.length === 1) return byId('model').replaceChildren(el('span', { title: names[0] }, names[0]));
-    const options = names.map((name) => el('option', { value: name }, name));
-    const choice = el('select', { 'aria-label': 'Model', on: { change: () => this.render() } }, options);
-    return byId('model').replaceChildren(choice);
+    const had = local.get('model');
+    const options = this.models.map(({ id, parent }) => el('option', { value: id, selected: id === had }, parent ? `${id} (adapter)` : id));
+    const choice = el('select', { 'aria-label': 'Model', on: { change: () => this.chooseModel() } }, options);
+    byId('model').replaceChildren(choice);
+    return this.chooseModel();
+  }
+
+  /** Answers from here on are the chosen model's, or adapter's; what was computed by another one is not reused. */
+  chooseModel() {
+    local.set('model', this.model.id);
+    document.title = `${this.model.id} · kvilt`;
+    this.settings.setDefaults(this.model.sampling_defaults);
+    this.documents.model = this.model.id;
+    this.render();
   }
 
   get model() {
@@ -232,7 +243,7 @@ class App {
   continued(node, text, tokens, length) {
     if (this.busy) return;
     const question = this.tree.parent(node);
-    const resume = node.kv && length <= node.kv.tokens ? { kv: node.kv.id, length } : null;
+    const resume = node.kv && node.model === this.model?.id && length <= node.kv.tokens ? { kv: node.kv.id, length } : null;
     const made = this.tree.add(question, 'assistant', text, { continued: true, tokens, resume, questionTokens: node.questionTokens });
     this.answer(question, [made]);
   }

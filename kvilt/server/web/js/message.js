@@ -1,6 +1,7 @@
 // One message of the conversation on the page. Knows how it looks; what its buttons do is told to it.
 
 import { advice } from './advice.js';
+import { blendMap } from './blend_map.js';
 import { speeds } from './ask.js';
 import { callCards } from './calls.js';
 import { checkNote } from './check.js';
@@ -9,9 +10,10 @@ import { copyText, update } from './markdown.js';
 import { missText } from './miss.js';
 import { count, rate, seconds, tokens } from './numbers.js';
 import { schemaState } from './schema.js';
+import { local } from './storage.js';
 import { answerTokens, tokenView } from './tokens.js';
 
-const BRANCHES = 3; // at once
+const BRANCHES = { usual: 3, most: 16 }; // at once
 const NAMES = { user: 'You', assistant: 'Answer', tool: 'Results of tools' };
 
 export class Message {
@@ -36,8 +38,9 @@ export class Message {
       this.waiting = el('div', { class: 'waiting', hidden: true });
       this.trouble = el('div', { class: 'trouble', role: 'alert', hidden: true });
       this.checked = el('div', { hidden: true });
+      this.blend = el('div', { hidden: true });
       this.calls = el('div', { hidden: true });
-      this.body.append(this.thought, this.text, this.calls, this.waiting, this.checked, this.trouble);
+      this.body.append(this.thought, this.text, this.calls, this.waiting, this.blend, this.checked, this.trouble);
     }
     this.update();
   }
@@ -65,6 +68,7 @@ export class Message {
     this.waiting.hidden = !isWaiting;
     if (isWaiting) this.updateWaiting();
     this.updateTrouble();
+    this.updateBlend();
     this.checked.hidden = !node.checked;
     if (node.checked) this.checked.replaceChildren(checkNote(node));
   }
@@ -91,6 +95,15 @@ export class Message {
     this.callsSeen = seen;
     const open = node.state !== 'streaming' && !node.children.length;
     this.calls.replaceChildren(callCards(node, open ? (results) => this.acts.results(node, results) : null));
+  }
+
+  /** Drawn once for each answer: a user may have opened it. */
+  updateBlend() {
+    const found = this.node.usage?.kvilt?.documents;
+    this.blend.hidden = !found?.length;
+    if (this.blend.hidden || this.blendOf === found) return;
+    this.blendOf = found;
+    this.blend.replaceChildren(blendMap(found, this.node.blended?.titles ?? []));
   }
 
   toggleTokens() {
@@ -171,12 +184,41 @@ export class Message {
     const pressed = { 'aria-pressed': this.asTokens ? 'true' : 'false' };
     return [
       copy, again,
-      iconButton('many', `Regenerate ${BRANCHES} branches at once`, () => acts.regenerate(node, BRANCHES), { disabled: busy }),
+      iconButton('many', 'Regenerate several branches at once', () => this.askBranches(), { disabled: busy }),
       iconButton('edit', 'Edit the answer and continue it', () => this.edit(), { disabled: busy }),
       answerTokens(node) ? iconButton('chance', 'Token probabilities', () => this.toggleTokens(), pressed) : null,
       node.blended ? iconButton('check', 'Check this answer', () => acts.check(node), { disabled: busy }) : null,
       this.tree().placeOf(node).of > 1 ? iconButton('sides', 'Compare branches', () => acts.compare(node)) : null,
     ].filter(Boolean);
+  }
+
+  /** Ask in the bar how many branches there shall be. */
+  askBranches() {
+    const input = el('input', { type: 'number', min: 2, max: BRANCHES.most, step: 1, required: true, 'aria-label': 'Branches' });
+    input.value = Math.min(BRANCHES.most, Math.max(2, Math.round(local.get('branches', BRANCHES.usual)) || BRANCHES.usual));
+    const end = () => {
+      this.signature = null;
+      this.update();
+    };
+    const form = el('form', { class: 'cutting' }, input, el('button', { type: 'submit', class: 'plain main' }, 'Regenerate branches'),
+      el('button', { type: 'button', class: 'plain', on: { click: () => { end(); this.element.focus(); } } }, 'Cancel'));
+    form.addEventListener('submit', (event) => {
+      event.preventDefault();
+      local.set('branches', input.valueAsNumber);
+      end();
+      this.acts.regenerate(this.node, input.valueAsNumber);
+    });
+    form.addEventListener('keydown', (event) => {
+      event.stopPropagation();
+      if (event.key !== 'Escape') return;
+      event.preventDefault();
+      end();
+      this.element.focus();
+    });
+    this.bar.replaceChildren(form);
+    this.signature = null;
+    input.focus();
+    input.select();
   }
 
   /** Speed, time to the first token, and what of the prompt's KV was reused. */

@@ -20,15 +20,14 @@ export class Timeline {
     if (!before) return;
     const more = (name) => Math.max(0, (now[name] ?? 0) - (before[name] ?? 0));
     const decode = more('generated_tokens');
-    this.seconds.push({ prefill: Math.max(0, more('computed_tokens') - decode), decode, steps: more('steps'), accepted: more('accepted_tokens'), drafted: more('drafted_tokens') });
+    this.seconds.push({ prefill: Math.max(0, more('computed_tokens') - decode), decode, steps: more('steps'), rows: more('rows'), accepted: more('accepted_tokens'), drafted: more('drafted_tokens') });
     this.seconds = this.seconds.slice(-SHOWN);
   }
 
   draw() {
     const most = Math.max(1, ...this.seconds.map((one) => one.prefill + one.decode));
     const bars = this.seconds.map((one) => {
-      const drafts = one.drafted ? `, ${count(one.accepted)} of ${count(one.drafted)} drafts accepted` : '';
-      const bar = el('span', { class: 'second', title: `${count(one.steps)} steps: ${count(one.prefill)} tokens of prompts, ${count(one.decode)} of answers${drafts}` });
+      const bar = el('span', { class: 'second', title: `${worked(one)}: ${count(one.prefill)} tokens of prompts, ${count(one.decode)} of answers${drafted(one)}` });
       for (const kind of ['prefill', 'decode']) {
         const part = el('i', { class: kind });
         part.style.height = `${(100 * one[kind]) / most}%`;
@@ -36,23 +35,44 @@ export class Timeline {
       }
       return bar;
     });
-    const sum = (kind) => count(this.seconds.reduce((all, one) => all + one[kind], 0));
+    const sum = (kind) => count(total(this.seconds)[kind]);
+    const all = total(this.seconds);
     return [
       el('div', { class: 'timeline', role: 'img', 'aria-label': `The last ${this.seconds.length} seconds: ${sum('prefill')} tokens of prompts, ${sum('decode')} of answers` }, bars),
       el('div', { class: 'legend' }, el('span', { class: 'key computed' }, `${sum('prefill')} of prompts`), el('span', { class: 'key written' }, `${sum('decode')} of answers`),
-        el('span', {}, `in ${this.seconds.length} s`)),
+        all.steps ? el('span', {}, `${worked(all)}${drafted(all)}`) : null, el('span', {}, `in ${this.seconds.length} s`)),
     ];
   }
 }
+
+const COUNTED = ['prefill', 'decode', 'steps', 'rows', 'accepted', 'drafted'];
+
+function total(seconds) {
+  return Object.fromEntries(COUNTED.map((name) => [name, seconds.reduce((all, one) => all + one[name], 0)]));
+}
+
+const worked = ({ steps, rows }) => `${count(steps)} ${steps === 1 ? 'step' : 'steps'} of ${count(rows)} rows`;
+const drafted = ({ accepted, drafted: all }) => (all ? `, ${count(accepted)} of ${count(all)} drafts accepted` : '');
 
 function ownTotals(samples) {
   const sum = (of) => samples.reduce((all, one) => all + of(one), 0);
   return { computed_tokens: sum((one) => one.computed), generated_tokens: sum((one) => Math.max(0, one.tokens - one.prompt_tokens)) };
 }
 
-/** The tiers of the store. */
-export function tierRows(tiers) {
-  return tiers.map((one) => el('div', { class: 'entry' }, el('div', { class: 'entry-head' },
-    el('span', { class: 'name' }, one.tier), el('span', { class: 'tag' }, `${count(one.records ?? 0)} records`), el('span', { class: 'tag' }, bytes(one.bytes ?? 0)),
-    el('span', { class: 'tag' }, `${count(one.hits ?? 0)} hits`), one.up === 0 ? el('span', { class: 'tag' }, 'left alone after errors') : null)));
+/** The tiers of the store; `lookups` were asked of all of them. */
+export function tierRows(tiers, lookups) {
+  const tag = (text) => el('span', { class: 'tag' }, text);
+  return tiers.map((one) => {
+    const hits = one.hits ?? 0;
+    const rate = lookups ? `, ${Math.round((100 * hits) / lookups)} % of lookups` : '';
+    const lost = [['refused', 'not used'], ['dropped', 'not written'], ['evicted', 'evicted']].filter(([name]) => one[name]).map(([name, says]) => `${count(one[name])} ${says}`);
+    const failure = one.last_failure;
+    return el('div', { class: 'entry' }, el('div', { class: 'entry-head' },
+      el('span', { class: 'name' }, one.tier), tag(`${count(one.records ?? 0)} records`), tag(bytes(one.bytes ?? 0)), tag(`${count(hits)} hits${rate}`),
+      one.up === 0 ? tag('left alone after errors') : null),
+    lost.length ? el('p', {}, lost.join(', ')) : null,
+    failure ? el('p', { class: 'last-failure' }, `Last error at ${clock.format(1000 * failure.at_s)}: ${failure.message}`) : null);
+  });
 }
+
+const clock = new Intl.DateTimeFormat('en', { timeStyle: 'medium' });
