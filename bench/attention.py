@@ -43,7 +43,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=30, help="a decode step walks through all of them")
     parser.add_argument("--rows", type=int, default=1, help="rows of a decode step")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--dtype", nargs="*", default=["float32", "float16", "bfloat16", "int8"])
+    parser.add_argument("--dtype", nargs="*", default=["float32", "float16", "bfloat16", "int8", "k8v4"])
     parser.add_argument("--isa", nargs="*", help="default: all that this machine runs")
     return parser.parse_args()
 

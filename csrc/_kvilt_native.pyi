@@ -27,6 +27,7 @@ class KVDtype(Enum):
     float16 = 1
     bfloat16 = 2
     int8 = 3
+    k8v4 = 4
 
 class WeightKind(Enum):
     float32 = 0
@@ -141,7 +142,7 @@ class KernelRunner:
         slots: Tensor,  # int64 [tokens]
         keys: Tensor,  # the pages' dtype [layers, tokens, kv_heads, key_dim]
         values: Tensor,
-        key_scales: Tensor,  # float32 [layers, tokens, kv_heads] for int8, else empty
+        key_scales: Tensor,  # float32 [layers, tokens, kv_heads] for int8 and k8v4, else empty
         value_scales: Tensor,
         /,
     ) -> None: ...

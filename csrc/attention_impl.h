@@ -169,6 +169,7 @@ inline void weighted_sum_dims(const Pages& pages, const Tile& tile, int64_t from
                               bool fresh, int64_t dim, float* sums) {
   using Number = typename Loader::Number;
   constexpr int64_t kBytes = 16 * V * sizeof(Number);
+  const int64_t row_bytes = ValueRows<Loader>::row_bytes(pages);
   f32x16 sum[M][V];
 #pragma GCC unroll 16
   for (int m = 0; m < M; ++m)
@@ -176,13 +177,13 @@ inline void weighted_sum_dims(const Pages& pages, const Tile& tile, int64_t from
   for (int64_t page = from / pages.page_tokens; from < to && page * pages.page_tokens < to; ++page) {
     const int64_t first = page * pages.page_tokens, low = from > first ? from - first : 0;
     const int64_t high = to - first < pages.page_tokens ? to - first : pages.page_tokens;
-    const auto* values = reinterpret_cast<const Number*>(tile.values[page]) + low * pages.value_lanes + dim;
+    const char* row = tile.values[page] + low * row_bytes;
     const float* weight = weights + page * pages.lanes + low;
     const char* ahead = tile.next[page] + dim * pages.page_tokens * int64_t(sizeof(Number)) + low * kBytes;
-    for (int64_t t = low; t < high; ++t, values += pages.value_lanes, ++weight, ahead += kBytes) {
+    for (int64_t t = low; t < high; ++t, row += row_bytes, ++weight, ahead += kBytes) {
       if constexpr (Loader::kLevel) fetch<Loader::kLevel>(ahead, kBytes);
       f32x16 value[V];
-      for (int v = 0; v < V; ++v) value[v] = Loader::at(values + 16 * v);
+      ValueRows<Loader>::template at<V>(row, dim, value);
 #pragma GCC unroll 16
       for (int m = 0; m < M; ++m) {
         const f32x16 w = splat(weight[m * kTileLanes]);
@@ -256,12 +257,13 @@ inline Panel panel_of(KVDtype dtype, bool near, int64_t rows) {
   using Sizes = std::make_integer_sequence<int, kPanel>;
   static constexpr auto near_floats = panels<CachedFloat32Loader>(Sizes{}), floats = panels<Float32Loader>(Sizes{}),
                         halves = panels<Float16Loader>(Sizes{}), bfloats = panels<Bfloat16Loader>(Sizes{}),
-                        bytes = panels<Int8Loader>(Sizes{});
+                        bytes = panels<Int8Loader>(Sizes{}), nibbles = panels<K8V4Loader>(Sizes{});
   if (near) return near_floats[rows - 1];
   switch (dtype) {
     case KVDtype::kFloat16: return halves[rows - 1];
     case KVDtype::kBfloat16: return bfloats[rows - 1];
     case KVDtype::kInt8: return bytes[rows - 1];
+    case KVDtype::kK8V4: return nibbles[rows - 1];
     default: return floats[rows - 1];
   }
 }
@@ -284,7 +286,7 @@ inline Tile find_tile(const Pages& pages, const Queries& queries, const Mask& ma
     const int64_t id = queries.table[index * tile_pages(pages) + page];
     tile.keys[page] = pages.keys(id, queries.kv_head);
     tile.values[page] = pages.values(id, queries.kv_head);
-    if (pages.dtype != KVDtype::kInt8) continue;
+    if (!is_scaled(pages.dtype)) continue;
     tile.key_scales[page] = pages.key_scales(id, queries.kv_head);
     tile.value_scales[page] = pages.value_scales(id, queries.kv_head);
   }

@@ -25,7 +25,8 @@ void bind_enums(nb::module_& m) {
       .value("float32", KVDtype::kFloat32)
       .value("float16", KVDtype::kFloat16)
       .value("bfloat16", KVDtype::kBfloat16)
-      .value("int8", KVDtype::kInt8);
+      .value("int8", KVDtype::kInt8)
+      .value("k8v4", KVDtype::kK8V4);
   nb::enum_<WeightKind>(m, "WeightKind")
       .value("float32", WeightKind::kFloat32)
       .value("float16", WeightKind::kFloat16)

@@ -14,7 +14,8 @@ struct PageLayer {
 };
 
 Pages check_sizes(KVDtype dtype, int64_t page_tokens, int64_t kv_heads, int64_t dim, int64_t value_dim) {
-  const bool possible = page_tokens >= 1 && page_tokens <= kTileLanes && kv_heads >= 1 && dim >= 1 && value_dim >= 0;
+  const bool possible = page_tokens >= 1 && page_tokens <= kTileLanes && kv_heads >= 1 && dim >= 1 && value_dim >= 0 &&
+                        !(has_nibbles(dtype) && value_dim % 2);
   check(possible, "these are not the sizes of pages");
   return Pages(dtype, 1, page_tokens, kv_heads, dim, value_dim, nullptr, 0);
 }
@@ -55,7 +56,7 @@ void interpolate(KernelRunner& r, const PageLayer& layer, Address slots, int64_t
                  int64_t document, Address keys, Address values, Address interpolated, Address anchors, int64_t count,
                  Address weights, Address new_keys, Address new_values, Address cos, Address sin, int64_t pairs,
                  bool interleaved) {
-  check(dtype != KVDtype::kInt8, "a document is kept in floats of some width");
+  check(!is_scaled(dtype), "a document is kept in floats of some width");
   const InterpolateArgs args{layer.pages,
                              at<const int64_t>(slots),
                              tokens,
@@ -93,6 +94,7 @@ void attention(KernelRunner& r, Address query, int64_t heads, const PageLayer& l
 // Over pages whose keys go on in their values: queries have numbers for both.
 void latent_attention(KernelRunner& r, Address query, int64_t heads, const PageLayer& layer, Address tables,
                       int64_t width, std::vector<int64_t> starts, Address positions, float scale, Address out) {
+  check(!has_nibbles(layer.pages.dtype), "values that are keys as well have more than 4 bits");
   AttentionArgs args{at<const float>(query),
                      heads,
                      layer.pages,
@@ -118,8 +120,10 @@ nb::dlpack::dtype number_of(KVDtype dtype) {
   }
 }
 
-// All layers of some slots: keys and values [layers][tokens][kv_heads][dim] in the pages' own dtype, and for int8 the
-// scales [layers][tokens][kv_heads]; scales of other dtypes are not looked at.
+nb::dlpack::dtype value_of(KVDtype dtype) { return has_nibbles(dtype) ? nb::dtype<uint8_t>() : number_of(dtype); }
+
+// All layers of some slots: keys and values [layers][tokens][kv_heads][dim] in the pages' own dtype (values of 4 bits
+// two to a byte), and for bytes the scales [layers][tokens][kv_heads]; scales of other dtypes are not looked at.
 std::vector<SlotsArgs> slots_of(const std::vector<const PageLayer*>& layers, const Array<const int64_t, 1>& slots,
                                 const AnyArray<4>& keys, const AnyArray<4>& values,
                                 const nb::ndarray<float, nb::c_contig, nb::device::cpu>& key_scales,
@@ -128,17 +132,19 @@ std::vector<SlotsArgs> slots_of(const std::vector<const PageLayer*>& layers, con
   const int64_t tokens = extent(slots, 0), count = int64_t(layers.size());
   for (const PageLayer* layer : layers) {
     const Pages& pages = layer->pages;
-    const auto fits = [&](const AnyArray<4>& array, int64_t dim) {
-      return array.dtype() == number_of(pages.dtype) && extent(array, 0) == count && extent(array, 1) == tokens &&
+    const auto fits = [&](const AnyArray<4>& array, nb::dlpack::dtype number, int64_t dim) {
+      return array.dtype() == number && extent(array, 0) == count && extent(array, 1) == tokens &&
              extent(array, 2) == pages.kv_heads && extent(array, 3) == dim;
     };
-    const int64_t scales = pages.dtype == KVDtype::kInt8 ? count * tokens * pages.kv_heads : 0;
-    const bool right = fits(keys, pages.dim) && fits(values, pages.value_dim) && int64_t(key_scales.size()) == scales &&
-                       int64_t(value_scales.size()) == scales;
+    const int64_t scales = is_scaled(pages.dtype) ? count * tokens * pages.kv_heads : 0;
+    const int64_t size = number_bytes(pages.dtype), width = has_nibbles(pages.dtype) ? 2 : 1;
+    const bool right = fits(keys, number_of(pages.dtype), pages.dim) &&
+                       fits(values, value_of(pages.dtype), pages.value_dim / width) &&
+                       int64_t(key_scales.size()) == scales && int64_t(value_scales.size()) == scales;
     check(right, "these are not the keys and values of the pages' slots");
-    const int64_t rows = int64_t(all.size()) * tokens * pages.kv_heads, size = number_bytes(pages.dtype);
+    const int64_t rows = int64_t(all.size()) * tokens * pages.kv_heads;
     all.push_back({pages, slots.data(), tokens, static_cast<char*>(keys.data()) + rows * pages.dim * size,
-                   static_cast<char*>(values.data()) + rows * pages.value_dim * size, key_scales.data() + rows,
+                   static_cast<char*>(values.data()) + rows * pages.canonical_bytes(), key_scales.data() + rows,
                    value_scales.data() + rows});
   }
   return all;

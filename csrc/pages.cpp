@@ -14,6 +14,22 @@ namespace {
 
 constexpr int64_t kTokensAtOnce = 32;
 
+// Values of 4 bits: neighbours share a byte in canonical order, and those sixteen apart in pages.
+inline int64_t nibble_byte(int64_t d) { return d / 32 * 16 + d % 16; }
+inline int64_t nibble_shift(int64_t d) { return d % 32 / 16 * 4; }
+
+template <bool kIn>
+void move_nibbles(uint8_t* row, int64_t row_bytes, uint8_t* canonical, int64_t dim) {
+  if (kIn) std::memset(row, 0, size_t(row_bytes));
+  else std::memset(canonical, 0, size_t(dim / 2));
+  for (int64_t d = 0; d < dim; ++d) {
+    uint8_t &here = row[nibble_byte(d)], &there = canonical[d / 2];
+    const int64_t shift = nibble_shift(d), own = d % 2 * 4;
+    if (kIn) here = uint8_t(here | ((there >> own) & 15) << shift);
+    else there = uint8_t(there | ((here >> shift) & 15) << own);
+  }
+}
+
 // One token of one layer. Keys are lanes of a page, values rows of it.
 template <typename Number, bool kIn>
 void move_slot(const SlotsArgs& a, int64_t t) {
@@ -26,10 +42,13 @@ void move_slot(const SlotsArgs& a, int64_t t) {
     for (int64_t d = 0; d < pages.dim; ++d)
       if constexpr (kIn) lane[d * pages.lanes] = key[d];
       else key[d] = lane[d * pages.lanes];
-    auto* row = reinterpret_cast<Number*>(pages.values(page, h)) + at * pages.value_lanes;
-    auto* value = static_cast<Number*>(a.values) + token * pages.value_dim;
-    if (pages.value_dim) std::memcpy(kIn ? row : value, kIn ? value : row, size_t(pages.value_dim) * sizeof(Number));
-    if (pages.dtype != KVDtype::kInt8) continue;
+    char* row = pages.values(page, h) + at * pages.row_bytes;
+    char* value = static_cast<char*>(a.values) + token * pages.canonical_bytes();
+    if (has_nibbles(pages.dtype))
+      move_nibbles<kIn>(reinterpret_cast<uint8_t*>(row), pages.row_bytes, reinterpret_cast<uint8_t*>(value),
+                        pages.value_dim);
+    else if (pages.value_dim) std::memcpy(kIn ? row : value, kIn ? value : row, size_t(pages.canonical_bytes()));
+    if (!is_scaled(pages.dtype)) continue;
     float *key_scale = pages.key_scales(page, h) + at, *value_scale = pages.value_scales(page, h) + at;
     if constexpr (kIn) *key_scale = a.key_scales[token], *value_scale = a.value_scales[token];
     else a.key_scales[token] = *key_scale, a.value_scales[token] = *value_scale;
@@ -40,7 +59,8 @@ template <bool kIn>
 void move_slots(const SlotsArgs& a, int64_t first, int64_t last) {
   for (int64_t t = first; t < last; ++t) switch (a.pages.dtype) {
       case KVDtype::kFloat32: move_slot<uint32_t, kIn>(a, t); break;
-      case KVDtype::kInt8: move_slot<uint8_t, kIn>(a, t); break;
+      case KVDtype::kInt8:
+      case KVDtype::kK8V4: move_slot<uint8_t, kIn>(a, t); break;
       default: move_slot<uint16_t, kIn>(a, t);
     }
 }

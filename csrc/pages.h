@@ -4,15 +4,20 @@
 
 namespace kvilt {
 
-// How keys and values are stored; int8 has a float32 scale per token and head.
-enum class KVDtype : int { kFloat32, kFloat16, kBfloat16, kInt8 };
+// How keys and values are stored. int8 and k8v4 have a float32 scale per token and head, for keys and for values; k8v4
+// has keys like int8 and values of 4 bits.
+enum class KVDtype : int { kFloat32, kFloat16, kBfloat16, kInt8, kK8V4 };
 
-inline int64_t number_bytes(KVDtype dtype) { return dtype == KVDtype::kFloat32 ? 4 : dtype == KVDtype::kInt8 ? 1 : 2; }
+inline bool is_scaled(KVDtype dtype) { return dtype == KVDtype::kInt8 || dtype == KVDtype::kK8V4; }
+inline bool has_nibbles(KVDtype dtype) { return dtype == KVDtype::kK8V4; }
+// Of a key, and of a value that is not a nibble.
+inline int64_t number_bytes(KVDtype dtype) { return dtype == KVDtype::kFloat32 ? 4 : is_scaled(dtype) ? 1 : 2; }
 inline int64_t in_lanes(int64_t count) { return (count + 15) / 16 * 16; }
 
 // One layer of one layer group of pages. A page holds all layers of the group one after the other, a layer its KV
 // heads, and a head its keys [dim][lanes], its values [page_tokens][value_lanes] and, for bytes, a scale per token of
-// each ([lanes], [lanes]): what is read together stands together, and a page is copied in one piece.
+// each ([lanes], [lanes]): what is read together stands together, and a page is copied in one piece. Of 32 values of 4
+// bits the first 16 stand in the low halves of 16 bytes, and the others in their high halves.
 struct Pages {
   KVDtype dtype;
   int64_t pages;
@@ -24,6 +29,7 @@ struct Pages {
   int64_t page_bytes;   // from a page to the next
   int64_t lanes;        // page_tokens rounded up to sixteen
   int64_t value_lanes;  // value_dim rounded up to sixteen
+  int64_t row_bytes;    // of the values of one token
   int64_t key_bytes, value_bytes, head_bytes;
   bool latent = false;  // latent attention: a key goes on in its value
 
@@ -31,8 +37,9 @@ struct Pages {
         int64_t page_bytes)
       : dtype(dtype), pages(pages), page_tokens(page_tokens), kv_heads(kv_heads), dim(dim), value_dim(value_dim),
         data(data), page_bytes(page_bytes), lanes(in_lanes(page_tokens)), value_lanes(in_lanes(value_dim)),
-        key_bytes(dim * lanes * number_bytes(dtype)), value_bytes(page_tokens * value_lanes * number_bytes(dtype)) {
-    const int64_t scales = dtype == KVDtype::kInt8 ? 2 * lanes * 4 : 0;
+        row_bytes(has_nibbles(dtype) ? (value_dim + 31) / 32 * 16 : value_lanes * number_bytes(dtype)),
+        key_bytes(dim * lanes * number_bytes(dtype)), value_bytes(page_tokens * row_bytes) {
+    const int64_t scales = is_scaled(dtype) ? 2 * lanes * 4 : 0;
     head_bytes = (key_bytes + value_bytes + scales + 63) / 64 * 64;
   }
 
@@ -41,6 +48,8 @@ struct Pages {
 
   char* keys(int64_t page, int64_t head) const { return data + page * page_bytes + head * head_bytes; }
   char* values(int64_t page, int64_t head) const { return keys(page, head) + key_bytes; }
+  // Bytes of a token's values in canonical order.
+  int64_t canonical_bytes() const { return has_nibbles(dtype) ? value_dim / 2 : value_dim * number_bytes(dtype); }
   float* key_scales(int64_t page, int64_t head) const {
     return reinterpret_cast<float*>(keys(page, head) + key_bytes + value_bytes);
   }

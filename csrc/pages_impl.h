@@ -1,6 +1,7 @@
 // Rotary embedding, and one token's keys and values on their way into a page.
 #pragma once
 #include <cfloat>
+#include <limits>
 
 #include "pages.h"
 #include "vectors.h"
@@ -97,6 +98,28 @@ inline float to_bytes(const float* x, int64_t count, int8_t* to) {
   return scale;
 }
 
+// Codes 0 to 15 that stand for (code - 8) * scale, where the scale takes the largest of x to -8; a NaN among x makes the
+// scale one. `kvilt/ops/packed_values.py` says it in torch.
+inline float to_nibbles(const float* x, int64_t count, uint8_t* row, int64_t row_bytes) {
+  std::memset(row, 0, size_t(row_bytes));
+  float high = 0, low = 0;
+  bool is_nan = false;
+  for (int64_t i = 0; i < count; ++i) {
+    high = x[i] > high ? x[i] : high;
+    low = x[i] < low ? x[i] : low;
+    is_nan |= x[i] != x[i];
+  }
+  const float scale = is_nan ? std::numeric_limits<float>::quiet_NaN() : (high >= -low ? high : low) / -8.0f;
+  const bool none = scale < FLT_MIN && scale > -FLT_MIN;  // so small that one over it is no number
+  const float inverse = none ? 0.0f : 1.0f / scale;
+  for (int64_t i = 0; i < count; ++i) {
+    const float y = x[i] * inverse, above = y > -8.0f ? y : -8.0f, kept = above < 7.0f ? above : 7.0f;
+    const auto code = uint8_t(int32_t((kept + 12582912.0f) - 12582912.0f) + 8);  // to the nearest, ties to even
+    row[i / 32 * 16 + i % 16] |= uint8_t(code << i % 32 / 16 * 4);
+  }
+  return none ? 0 : scale;
+}
+
 // One head of one token in the pages' own numbers; returns the scale of bytes.
 inline float encode(KVDtype dtype, const float* x, int64_t count, void* to) {
   if (!count) return 0;  // values may have no width, and then there is no address either
@@ -166,12 +189,16 @@ inline void write_token(const Pages& pages, int64_t slot, const float* keys, con
     char* lane = pages.keys(page, h) + at * number_bytes(pages.dtype);
     switch (pages.dtype) {
       case KVDtype::kFloat32: scatter<float>(encoded, pages.dim, pages.lanes, lane); break;
-      case KVDtype::kInt8: scatter<int8_t>(encoded, pages.dim, pages.lanes, lane); break;
+      case KVDtype::kInt8:
+      case KVDtype::kK8V4: scatter<int8_t>(encoded, pages.dim, pages.lanes, lane); break;
       default: scatter<uint16_t>(encoded, pages.dim, pages.lanes, lane);
     }
-    char* row = pages.values(page, h) + at * pages.value_lanes * number_bytes(pages.dtype);
-    const float value_scale = encode(pages.dtype, values + h * pages.value_dim, pages.value_dim, row);
-    if (pages.dtype != KVDtype::kInt8) continue;
+    char* row = pages.values(page, h) + at * pages.row_bytes;
+    const float* value = values + h * pages.value_dim;
+    const float value_scale = has_nibbles(pages.dtype)
+                                  ? to_nibbles(value, pages.value_dim, reinterpret_cast<uint8_t*>(row), pages.row_bytes)
+                                  : encode(pages.dtype, value, pages.value_dim, row);
+    if (!is_scaled(pages.dtype)) continue;
     pages.key_scales(page, h)[at] = scale;
     pages.value_scales(page, h)[at] = value_scale;
   }

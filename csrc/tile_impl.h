@@ -31,6 +31,46 @@ struct Int8Loader {
   static f32x16 at(const Number* p) { return load_byte(p); }
 };
 
+// Sixteen values of 4 bits, which are whole numbers from -8 to 7, from the low or the high halves of bytes.
+template <bool kHigh>
+inline f32x16 nibble_values(const char* p) {
+#if defined(__AVX512F__)
+  const __m512 whole = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
+  const __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return {_mm512_permutexvar_ps(kHigh ? _mm512_srli_epi32(wide, 4) : wide, whole)};  // looks at four bits
+#else
+  const auto* bytes = reinterpret_cast<const uint8_t*>(p);
+  return (kHigh ? load_high_nibbles(bytes) : load_low_nibbles(bytes)) - 8.0f;
+#endif
+}
+
+// How a tile's values are read: rows of them, and vectors of sixteen beginning at a dim, which is a multiple of that.
+template <typename Loader>
+struct ValueRows {
+  using Number = typename Loader::Number;
+  static int64_t row_bytes(const Pages& pages) { return pages.value_lanes * int64_t(sizeof(Number)); }
+  template <int V>
+  static void at(const char* row, int64_t dim, f32x16* value) {
+    const Number* numbers = reinterpret_cast<const Number*>(row) + dim;
+    for (int v = 0; v < V; ++v) value[v] = Loader::at(numbers + 16 * v);
+  }
+};
+struct K8V4Loader : Int8Loader {};
+template <>
+struct ValueRows<K8V4Loader> {
+  static int64_t row_bytes(const Pages& pages) { return pages.row_bytes; }
+  template <int V>
+  static void at(const char* row, int64_t dim, f32x16* value) {
+    const char* bytes = row + dim / 32 * 16;
+    if constexpr (V == 1) value[0] = dim % 32 ? nibble_values<true>(bytes) : nibble_values<false>(bytes);
+    else
+      for (int v = 0; v < V; v += 2) {  // such a dim is a multiple of 32
+        value[v] = nibble_values<false>(bytes + 8 * v);
+        value[v + 1] = nibble_values<true>(bytes + 8 * v);
+      }
+  }
+};
+
 // Where the pages of a tile are; only those that a query of the block sees.
 struct Tile {
   std::array<const char*, kTileLanes / 16> keys, values;
@@ -48,9 +88,21 @@ inline const char* to_floats(KVDtype dtype, const char* from, int64_t count, flo
   switch (dtype) {
     case KVDtype::kFloat16: return to_floats<Float16Loader>(from, count, to);
     case KVDtype::kBfloat16: return to_floats<Bfloat16Loader>(from, count, to);
-    case KVDtype::kInt8: return to_floats<Int8Loader>(from, count, to);
+    case KVDtype::kInt8:
+    case KVDtype::kK8V4: return to_floats<Int8Loader>(from, count, to);
     default: return from;
   }
+}
+
+inline const char* values_to_floats(const Pages& pages, const char* from, float* to) {
+  if (!has_nibbles(pages.dtype)) return to_floats(pages.dtype, from, pages.page_tokens * pages.value_lanes, to);
+  for (int64_t t = 0; t < pages.page_tokens; ++t)
+    for (int64_t d = 0; d < pages.value_lanes; d += 16) {
+      f32x16 value[1];
+      ValueRows<K8V4Loader>::at<1>(from + t * pages.row_bytes, d, value);
+      store(to + t * pages.value_lanes + d, value[0]);
+    }
+  return reinterpret_cast<const char*>(to);
 }
 
 // The tile as floats, for blocks that go through it many times.
@@ -59,7 +111,7 @@ inline void unpack_tile(const Pages& pages, Tile& tile, float* room) {
   for (int64_t page = 0; page < tile_pages(pages); ++page, room += keys + values) {
     if (!tile.keys[page]) continue;
     tile.keys[page] = to_floats(pages.dtype, tile.keys[page], keys, room);
-    tile.values[page] = to_floats(pages.dtype, tile.values[page], values, room + keys);
+    tile.values[page] = values_to_floats(pages, tile.values[page], room + keys);
   }
 }
 

@@ -15,6 +15,7 @@ from ..errors import Unsupported
 from ..kv.cache import KVCache
 from ..kv.layout import KVLayout, Window
 from ..ops.contract import KeysValues
+from ..ops.packed_values import unpack_values
 from ..store.layer import LayerKV
 from ..store.row_layers import layer_slice
 from .interfaces import BlendRetriever, BlendRetrieverResult, BlendRetrieverTask
@@ -65,7 +66,9 @@ class _MovedTask(BlendRetrieverTask):
                 self.original[one.new : one.new + one.length] = torch.arange(one.old, one.old + one.length)
         place = self.layout.places()[layer_id]
         layer = LayerKV(*layer_slice(self.groups[place.group], place.layer))
-        keys, values = _floats(layer.keys, layer.key_scales), _floats(layer.values, layer.value_scales)
+        packed = self.layout.shape_of(place.group).dtype.packed_values
+        own_values = unpack_values(layer.values) if packed else layer.values
+        keys, values = _floats(layer.keys, layer.key_scales), _floats(own_values, layer.value_scales)
         spread_keys, spread_values = (self._spread(part, self.valid) for part in (keys, values))
         return BlendRetrieverResult(spread_keys, spread_values, self.valid, self.original, rotated=True)
 

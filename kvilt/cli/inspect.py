@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import mmap
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
@@ -233,7 +234,7 @@ def checkpoint_facts(path: Path) -> CheckpointFacts:
             parameters=sum(prod(tensor.shape) for tensor in tensors),
             nbytes=sum(tensor.nbytes for tensor in tensors),
             formats=_format_facts(tensors),
-            kv=tuple(_kv_facts(spec, dtype) for dtype in KV_DTYPES.values()) if spec else (),
+            kv=tuple(_kv_facts(spec)) if spec else (),
             tokenizer=_tokenizer_facts(checkpoint),
             tensors=tensors,
         )
@@ -344,7 +345,14 @@ def _scaling(scaling: Scaling) -> str:
             return f", {len(factors)} divisors"
 
 
-def _kv_facts(spec: ModelSpec, dtype: KVDtype) -> KVFacts:
+def _kv_facts(spec: ModelSpec) -> Iterator[KVFacts]:
+    """What KV takes in each dtype that can hold the model's."""
+    for dtype in KV_DTYPES.values():
+        with suppress(Unsupported):
+            yield _facts_in(spec, dtype)
+
+
+def _facts_in(spec: ModelSpec, dtype: KVDtype) -> KVFacts:
     layout = kv_layout(spec, PAGE_TOKENS, dtype)
     token_bytes = layout.page_bytes // PAGE_TOKENS
     return KVFacts(

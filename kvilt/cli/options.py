@@ -134,7 +134,8 @@ RUNTIME = OptionGroup(
             "kv_dtype": Option(
                 str,
                 "auto",
-                "float32, float16, bfloat16, int8, float8_e4m3fn (on a GPU); auto: what the backend prefers.",
+                "float32, float16, bfloat16, int8, k8v4 (values of 4 bits), float8_e4m3fn (on a GPU); "
+                "auto: what the backend prefers.",
             ),
             "backend": Option(str, "auto", "auto or reference."),
         }

@@ -3,9 +3,9 @@
     magic 8 | version u32 | header length u64 | header (JSON) | payload | sha256 of all before
 
 Payload, row by row: token ids (int64), hashes of embedding rows (32 bytes each), then per layer group the keys and the
-values as [layer, token, head, dim] in the layout's dtype and, where that has scales, the scales of both as float32
-[layer, token, head], all little endian. Recurrent states follow, each as one token of one head: the tails of its layers
-as keys, their memories as values, in float32. Refuses to know pages and pools.
+values as [layer, token, head, dim] in the layout's dtype (values of 4 bits two to a byte) and, where that has scales,
+the scales of both as float32 [layer, token, head], all little endian. Recurrent states follow, each as one token of one
+head: the tails of its layers as keys, their memories as values, in float32. Refuses to know pages and pools.
 """
 
 from __future__ import annotations
@@ -328,15 +328,16 @@ def _row_bytes(row: _RowHeader, layout: KVLayout) -> int:
 def _part_bytes(shape: PageShape, tokens: int) -> tuple[int, int, int, int]:
     """Of keys, values, scales of keys, scales of values."""
     heads = shape.layers * tokens * shape.kv_heads
-    numbers, scales = heads * shape.dtype.storage.itemsize, heads * shape.scales * torch.float32.itemsize
-    return numbers * shape.key_dim, numbers * shape.value_dim, scales, scales
+    keys, values = shape.key_dim * shape.dtype.storage.itemsize, shape.value_width * shape.dtype.value_storage.itemsize
+    scales = heads * shape.scales * torch.float32.itemsize
+    return heads * keys, heads * values, scales, scales
 
 
 def _keys_values(data: memoryview, shape: PageShape, tokens: int) -> KeysValues:
     heads, at, parts = (shape.layers, tokens, shape.kv_heads), 0, []
-    extents: list[tuple[int, ...]] = [(*heads, shape.key_dim), (*heads, shape.value_dim)]
+    extents: list[tuple[int, ...]] = [(*heads, shape.key_dim), (*heads, shape.value_width)]
     extents += [heads if shape.scales else (0,)] * 2
-    dtypes = (shape.dtype.storage, shape.dtype.storage, torch.float32, torch.float32)
+    dtypes = (shape.dtype.storage, shape.dtype.value_storage, torch.float32, torch.float32)
     for size, dtype, extent in zip(_part_bytes(shape, tokens), dtypes, extents, strict=True):
         parts.append(_from_bytes(data[at : at + size], dtype, extent))
         at += size

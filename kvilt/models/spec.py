@@ -364,6 +364,9 @@ def kv_layout(spec: ModelSpec, page_tokens: int, dtype: KVDtype) -> KVLayout:
         kinds.setdefault((attention.reach, attention.kv_heads, attention.kv_dims), []).append(index)
     groups = []
     for (reach, heads, dims), layers in kinds.items():
+        if dtype.packed_values and (isinstance(reach, Latent) or dims[1] % 2):
+            what = "that are keys as well" if isinstance(reach, Latent) else f"of heads of {dims[1]}"
+            raise Unsupported(f"{dtype.name} packs values of 4 bits in pairs, not those {what}; use kv_dtype int8")
         shape = PageShape(len(layers), page_tokens, heads, *dims, dtype, isinstance(reach, Latent))
         groups.append(LayerGroup(reach, tuple(layers), shape))
     recurrent = _recurrent_group(spec)

@@ -52,6 +52,7 @@ from .kv_dtypes import FLOAT32, KVDtype
 from .lowrank import AdapterSlots, LowRank, LowRankTable, PlainTable, adapt
 from .mass import first_seen, key_mass, softmax_with_sinks
 from .new_kv import write_new
+from .packed_values import pack_values, unpack_values
 from .streams import StreamOps, TorchStreams
 
 QUERY_BLOCK = 128  # bounds the score matrix of a long prefill: heads * 128 * keys floats
@@ -76,7 +77,7 @@ class ReferencePages:
 
     shape: PageShape
     keys: Tensor  # [layers, pages * page_tokens, kv_heads, key_dim]
-    values: Tensor  # [layers, pages * page_tokens, kv_heads, value_dim]
+    values: Tensor  # [layers, pages * page_tokens, kv_heads, value_width]
     key_scales: Tensor  # [layers, pages * page_tokens, kv_heads, scales]
     value_scales: Tensor
 
@@ -260,7 +261,7 @@ class ReferenceOps:
             query = write_new(self, query, store, layer, paging, new)
         pages = _own(store)
         out = torch.empty(
-            (query.shape[0], query.shape[1], pages.values.shape[-1]), dtype=query.dtype, device=query.device
+            (query.shape[0], query.shape[1], pages.shape.value_dim), dtype=query.dtype, device=query.device
         )
         for row in range(len(paging.starts) - 1):
             for start in range(paging.starts[row], paging.starts[row + 1], QUERY_BLOCK):
@@ -301,7 +302,7 @@ class ReferenceOps:
         return ReferencePages(
             shape,
             torch.empty((*slots, shape.key_dim), dtype=shape.dtype.storage, device=device),
-            torch.empty((*slots, shape.value_dim), dtype=shape.dtype.storage, device=device),
+            torch.empty((*slots, shape.value_width), dtype=shape.dtype.value_storage, device=device),
             torch.empty((*slots, shape.scales), device=device),
             torch.empty((*slots, shape.scales), device=device),
         )
@@ -319,7 +320,10 @@ class ReferenceOps:
         keys = keys if rotation is None else self.rotate(keys.float(), rotation)
         dtype = pages.shape.dtype
         _put(dtype, pages.keys[layer], pages.key_scales[layer], slots, keys)
-        _put(dtype, pages.values[layer], pages.value_scales[layer], slots, values)
+        if dtype.packed_values:
+            pages.values[layer, slots], pages.value_scales[layer, slots] = pack_values(values.float())
+        else:
+            _put(dtype, pages.values[layer], pages.value_scales[layer], slots, values)
 
     def rotate_and_write(
         self,
@@ -401,7 +405,8 @@ def _attend_block(
 
 def _kept(pages: ReferencePages, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
     """Keys [tokens, kv_heads, query_dim] and values of some slots, in float32."""
-    keys, values = pages.keys[layer, slots].float(), pages.values[layer, slots].float()
+    keys, values = pages.keys[layer, slots].float(), pages.values[layer, slots]
+    values = unpack_values(values) if pages.shape.dtype.packed_values else values.float()
     if pages.shape.scales:
         keys, values = keys * pages.key_scales[layer, slots], values * pages.value_scales[layer, slots]
     return (torch.cat((keys, values), dim=-1) if pages.shape.latent else keys), values

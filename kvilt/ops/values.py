@@ -68,10 +68,15 @@ class PageShape:
         return self.dtype.scales
 
     @property
+    def value_width(self) -> int:
+        """Numbers in memory that the values of a head take: fewer than values where those are packed."""
+        return self.dtype.value_width(self.value_dim)
+
+    @property
     def token_bytes(self) -> int:
         """Bytes one token takes in all layers of the group."""
-        numbers = (self.key_dim + self.value_dim) * self.dtype.storage.itemsize
-        return self.layers * self.kv_heads * (numbers + 2 * self.scales * torch.float32.itemsize)
+        keys, values = self.key_dim * self.dtype.storage.itemsize, self.value_width * self.dtype.value_storage.itemsize
+        return self.layers * self.kv_heads * (keys + values + 2 * self.scales * torch.float32.itemsize)
 
     @property
     def page_bytes(self) -> int:

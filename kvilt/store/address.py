@@ -96,15 +96,15 @@ def tenant_of(salt: str) -> str:
 def form_of(layout: KVLayout, dtype: torch.dtype | None = None) -> Form:
     """The form of a model's KV layer by layer, in the layout's own dtype or another."""
     shapes = [layout.shape_of(place.group) for place in layout.places()]
-    name = None if dtype is None else stored_dtype(dtype, scaled=False).name
+    name = None if dtype is None else stored_dtype(dtype, dtype, scaled=False).name
     return tuple(LayerForm(s.kv_heads, s.key_dim, s.value_dim, name or s.dtype.name) for s in shapes)
 
 
-def stored_dtype(storage: torch.dtype, scaled: bool) -> KVDtype:
+def stored_dtype(keys: torch.dtype, values: torch.dtype, scaled: bool) -> KVDtype:
     """The KV dtype of tensors with or without scales; where there is none, the one that needs what they lack."""
-    found = kv_dtype_of(storage, scaled) or kv_dtype_of(storage, not scaled)
+    found = kv_dtype_of(keys, values, scaled) or kv_dtype_of(keys, values, not scaled)
     if found is None:
-        name = str(storage).removeprefix("torch.")
+        name = " and ".join(sorted({str(one).removeprefix("torch.") for one in (keys, values)}))
         raise InputError(f"KV of dtype {name} cannot be stored; use one of {', '.join(KV_DTYPES)}")
     return found
 

@@ -51,9 +51,9 @@ class Raw:
         check_size(data, layer_bytes(form, tokens))
         heads, buffer = (tokens, form.heads), _own(data)
         scales = heads if form.scaled else (0,)
-        shapes = ((*heads, form.key_dim), (*heads, form.value_dim), scales, scales)
-        storage = KV_DTYPES[form.dtype].storage
-        dtypes = (storage, storage, torch.float32, torch.float32)
+        own = KV_DTYPES[form.dtype]
+        shapes = ((*heads, form.key_dim), (*heads, own.value_width(form.value_dim)), scales, scales)
+        dtypes = (own.storage, own.value_storage, torch.float32, torch.float32)
         parts, at = [], 0
         for size, shape, dtype in zip(part_bytes(form, tokens), shapes, dtypes, strict=True):
             parts.append(_tensor(buffer, at, size, shape, dtype))

@@ -21,7 +21,7 @@ class LayerKV:
     """Keys and values of one layer. Read-only: other holders may share the same tensors."""
 
     keys: Tensor  # [tokens, heads, key_dim]
-    values: Tensor  # [tokens, heads, value_dim]
+    values: Tensor  # [tokens, heads, value_dim], or half as many bytes where the dtype packs values
     key_scales: Tensor = _NO_SCALES  # float32 [tokens, heads], where the dtype has scales
     value_scales: Tensor = _NO_SCALES
 
@@ -39,21 +39,23 @@ class LayerKV:
         if self.keys.dim() != 3 or self.values.dim() != 3:
             raise InputError("keys and values of a layer are [tokens, heads, dim]")
         tokens, heads, key_dim = self.keys.shape
-        if self.values.shape[:2] != (tokens, heads) or self.values.dtype != self.keys.dtype:
-            raise InputError("keys and values of a layer must have the same tokens, heads and dtype")
-        dtype = stored_dtype(self.keys.dtype, self.key_scales.dim() == 2)
+        if self.values.shape[:2] != (tokens, heads):
+            raise InputError("keys and values of a layer must have the same tokens and heads")
+        dtype = stored_dtype(self.keys.dtype, self.values.dtype, self.key_scales.dim() == 2)
         scales = (tokens, heads) if dtype.scales else (0,)
         if any(tuple(one.shape) != scales or one.dtype != torch.float32 for one in self.parts[2:]):
             what = "with float32 scales [tokens, heads]" if dtype.scales else "without scales"
             raise InputError(f"{dtype.name} KV comes {what}")
-        return LayerForm(heads, key_dim, self.values.shape[2], dtype.name)
+        width = self.values.shape[2]
+        return LayerForm(heads, key_dim, 2 * width if dtype.packed_values else width, dtype.name)
 
 
 def part_bytes(form: LayerForm, tokens: int) -> tuple[int, int, int, int]:
     """Bytes of keys, values and both scales."""
-    cells, width = tokens * form.heads, KV_DTYPES[form.dtype].storage.itemsize
+    cells, dtype = tokens * form.heads, KV_DTYPES[form.dtype]
     scales = 4 * cells if form.scaled else 0
-    return cells * form.key_dim * width, cells * form.value_dim * width, scales, scales
+    values = dtype.value_width(form.value_dim) * dtype.value_storage.itemsize
+    return cells * form.key_dim * dtype.storage.itemsize, cells * values, scales, scales
 
 
 def layer_bytes(form: LayerForm, tokens: int) -> int:

@@ -43,6 +43,7 @@ def layer_slice(kv: KeysValues, layer: int) -> tuple[Tensor, ...]:
 
 def empty_layer(form: LayerForm) -> LayerKV:
     """A layer without tokens."""
-    dtype, scales = KV_DTYPES[form.dtype].storage, torch.empty((0, form.heads) if form.scaled else (0,))
-    keys, values = (torch.empty(0, form.heads, dim, dtype=dtype) for dim in (form.key_dim, form.value_dim))
+    dtype, scales = KV_DTYPES[form.dtype], torch.empty((0, form.heads) if form.scaled else (0,))
+    keys = torch.empty(0, form.heads, form.key_dim, dtype=dtype.storage)
+    values = torch.empty(0, form.heads, dtype.value_width(form.value_dim), dtype=dtype.value_storage)
     return LayerKV(keys, values, scales, scales)

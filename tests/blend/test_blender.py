@@ -135,7 +135,7 @@ def test_everything_computed_again_is_a_whole_prefill(
             assert all(map(torch.equal, content(kv), content(whole)))
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8", "k8v4"])
 @pytest.mark.parametrize("strategy", ["deviation", "query"])
 def test_other_numbers_in_pages(tmp_path: Path, store: Store, kv_dtype: str, strategy: str) -> None:
     config = RunConfig(kv_memory=1 << 22, backend="native", threads=1, kv_dtype=kv_dtype)

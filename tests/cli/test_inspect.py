@@ -81,6 +81,7 @@ def test_smollm2_in_json_agrees_with_the_gguf_package(smollm2_path: Path) -> Non
         ("bfloat16", 30 * 3 * 64 * 2 * 2),
         ("int8", 30 * 3 * 2 * (64 + 4)),  # and a scale for the keys and the values of each head
         ("float8_e4m3fn", 30 * 3 * 2 * (64 + 4)),
+        ("k8v4", 30 * 3 * (64 + 4 + 32 + 4)),
     ]
 
 

@@ -45,7 +45,7 @@ def load(folder: Path, **fields: object) -> ModelExecutor:
     return load_executor(folder, config)
 
 
-@pytest.fixture(scope="module", params=["auto", "int8", "float8_e4m3fn"])
+@pytest.fixture(scope="module", params=["auto", "int8", "float8_e4m3fn", "k8v4"])
 def executor(models: Models, request: pytest.FixtureRequest) -> Iterator[ModelExecutor]:
     made = load(models.folder, kv_dtype=request.param)
     yield made
@@ -130,7 +130,7 @@ def test_logits_are_those_of_the_reference(models: Models, executor: ModelExecut
     reference.close()
     apart = distance(found, truth)
     sys.stdout.write(f"distance to the reference with {kept.name}: {apart:.4f}\n")
-    assert apart < (3e-2 if exact else {"int8": 6e-2, "float8_e4m3fn": 12e-2}[kept.name])
+    assert apart < (3e-2 if exact else {"int8": 6e-2, "float8_e4m3fn": 12e-2, "k8v4": 25e-2}[kept.name])
 
 
 def test_forks_and_saved_caches_have_the_same_bits(executor: ModelExecutor) -> None:

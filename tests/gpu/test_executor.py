@@ -100,7 +100,7 @@ def test_tokens_on_the_device_enter_a_step(models: Models) -> None:
         assert torch.equal(executor.run(Batch.of(sampled)).values, executor.run(Batch.of(plain)).values)
 
 
-@pytest.mark.parametrize("kv_dtype", ["float16", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["float16", "int8", "k8v4"])
 def test_other_dtypes_of_kv(models: Models, kv_dtype: str) -> None:
     config = RunConfig(device="cuda", backend="triton/float32", kv_memory=1 << 26, kv_dtype=kv_dtype)
     executor = load_executor(models.folder, config)

@@ -35,11 +35,11 @@ class Scribe:
     def __init__(self) -> None:
         self._before: dict[bytes, bytes] = {}  # by the seed of a cell, that of the cell before it
 
-    def full(self, dtype: torch.dtype = torch.float32, page_tokens: int = 4) -> KVLayout:
+    def full(self, dtype: torch.dtype | KVDtype = torch.float32, page_tokens: int = 4) -> KVLayout:
         """Two layers that see everything."""
         return KVLayout((LayerGroup(Full(), (0, 1), PageShape(2, page_tokens, 2, 4, 4, _named(dtype))),))
 
-    def windowed(self, dtype: torch.dtype = torch.float32, page_tokens: int = 4) -> KVLayout:
+    def windowed(self, dtype: torch.dtype | KVDtype = torch.float32, page_tokens: int = 4) -> KVLayout:
         """One layer that sees everything between two that see a window; keys and values of different sizes."""
         return KVLayout(
             (
@@ -48,18 +48,18 @@ class Scribe:
             )
         )
 
-    def recurrent(self, dtype: torch.dtype = torch.float32, page_tokens: int = 4) -> KVLayout:
+    def recurrent(self, dtype: torch.dtype | KVDtype = torch.float32, page_tokens: int = 4) -> KVLayout:
         """One layer that sees everything between two that keep a state."""
         paged = LayerGroup(Full(), (1,), PageShape(1, page_tokens, 1, 4, 4, _named(dtype)))
         return KVLayout((paged,), RecurrentGroup((0, 2), StateShape(2, (3, 2), (2, 2, 3))))
 
-    def latent(self, dtype: torch.dtype = torch.float32, page_tokens: int = 4) -> KVLayout:
+    def latent(self, dtype: torch.dtype | KVDtype = torch.float32, page_tokens: int = 4) -> KVLayout:
         """Two layers of latent attention: keys that go on in their values, one head."""
         return KVLayout(
             (LayerGroup(Latent(2), (0, 1), PageShape(2, page_tokens, 1, 2, 4, _named(dtype), latent=True)),)
         )
 
-    def layout(self, name: str, dtype: torch.dtype = torch.float32, page_tokens: int = 4) -> KVLayout:
+    def layout(self, name: str, dtype: torch.dtype | KVDtype = torch.float32, page_tokens: int = 4) -> KVLayout:
         made = {"full": self.full, "windowed": self.windowed, "latent": self.latent, "recurrent": self.recurrent}
         return made[name](dtype, page_tokens)
 
@@ -187,7 +187,7 @@ class Scribe:
             if first == len(cells):
                 continue
             found = pool.ops.read_slots(pool.stores[g], row.slots(g, first, row.length))
-            expected = self.image(cells[first:], pool.layout)[g]
+            expected = _as_kept(group.shape, self.image(cells[first:], pool.layout)[g])
             assert torch.equal(found.keys, expected.keys), f"keys of row {index}, group {g}"
             assert torch.equal(found.values, expected.values), f"values of row {index}, group {g}"
         if row.states is not None:
@@ -264,5 +264,16 @@ def scribe() -> Scribe:
     return Scribe()
 
 
-def _named(dtype: torch.dtype) -> KVDtype:
-    return KV_DTYPES[str(dtype).removeprefix("torch.")]
+def _as_kept(shape: PageShape, kv: KeysValues) -> KeysValues:
+    """What pages keep of numbers: as they are, or scaled and rounded token by token."""
+    if not shape.scales:
+        return kv
+    ops, tokens = ReferenceOps(), kv.keys.shape[1]
+    store = ops.new_pages(shape, -(-tokens // shape.page_tokens), torch.device("cpu"))
+    for layer in range(shape.layers):
+        ops.write(store, layer, torch.arange(tokens), kv.keys[layer].float(), kv.values[layer].float())
+    return ops.read_slots(store, torch.arange(tokens))
+
+
+def _named(dtype: torch.dtype | KVDtype) -> KVDtype:
+    return dtype if isinstance(dtype, KVDtype) else KV_DTYPES[str(dtype).removeprefix("torch.")]

@@ -28,6 +28,7 @@ from kvilt.errors import BlobError, CacheClosed, ContextOverflow, PoolExhausted,
 from kvilt.kv.cache import KVCache
 from kvilt.kv.layout import Window
 from kvilt.kv.pool import PagePool
+from kvilt.ops.kv_dtypes import K8V4, KVDtype
 
 PAGES = 20
 FEW_PAGES = (20, 9)  # of the full group, and of the window group: two windows and one page more
@@ -63,7 +64,9 @@ class Held:
 class CacheMachine(RuleBasedStateMachine):
     """Two pools of one model with different page sizes; handles wander between them."""
 
-    def __init__(self, scribe: Any, layout: str, dtype: torch.dtype, pages: int | tuple[int, ...] = PAGES) -> None:
+    def __init__(
+        self, scribe: Any, layout: str, dtype: torch.dtype | KVDtype, pages: int | tuple[int, ...] = PAGES
+    ) -> None:
         super().__init__()
         self.scribe = scribe
         self.pools = [scribe.pool(scribe.layout(layout, dtype, size), pages, states=STATES) for size in (4, 3)]
@@ -390,13 +393,15 @@ class CacheMachine(RuleBasedStateMachine):
         ("full", torch.float32, PAGES),
         ("windowed", torch.float32, PAGES),
         ("windowed", torch.bfloat16, PAGES),
+        ("windowed", K8V4, PAGES),
+        pytest.param("full", torch.int8, PAGES, marks=pytest.mark.slow),
         ("windowed", torch.float32, FEW_PAGES),
         ("recurrent", torch.float32, PAGES),
         pytest.param("latent", torch.float32, PAGES, marks=pytest.mark.slow),
     ],
-    ids=["full", "windowed", "windowed-bfloat16", "few-window-pages", "recurrent", "latent"],
+    ids=["full", "windowed", "bfloat16", "k8v4", "int8", "few-window-pages", "recurrent", "latent"],
 )
 def test_no_order_of_verbs_breaks_a_cache(
-    scribe: Any, layout: str, dtype: torch.dtype, pages: int | tuple[int, ...]
+    scribe: Any, layout: str, dtype: torch.dtype | KVDtype, pages: int | tuple[int, ...]
 ) -> None:
     run_state_machine_as_test(lambda: CacheMachine(scribe, layout, dtype, pages), settings=SETTINGS)

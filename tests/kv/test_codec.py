@@ -17,7 +17,7 @@ from kvilt.kv.cache import KVCache
 from kvilt.kv.identity import Identity
 from kvilt.kv.layout import Full, KVLayout, LayerGroup, Window
 from kvilt.ops.contract import PageShape
-from kvilt.ops.kv_dtypes import FLOAT16, FLOAT32
+from kvilt.ops.kv_dtypes import FLOAT16, FLOAT32, INT8, K8V4, KVDtype
 
 PREFIX = struct.Struct("<8sIQ")
 HUGE = 2**63
@@ -315,7 +315,7 @@ def test_kv_of_another_layout_is_refused(scribe: Any, name: str) -> None:
         assert refused(cache, other.serialize()) == "layout"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int8, K8V4], ids=str)
 @pytest.mark.parametrize("layout", ["full", "windowed", "latent"])
 def test_a_round_trip_keeps_every_bit_also_of_nan_and_infinity(scribe: Any, layout: str, dtype: torch.dtype) -> None:
     pool = scribe.pool(scribe.layout(layout, dtype))
@@ -331,9 +331,10 @@ def test_a_round_trip_keeps_every_bit_also_of_nan_and_infinity(scribe: Any, layo
         assert other.serialize() == blob
 
 
-def test_bytes_travel_with_their_scales(scribe: Any) -> None:
-    layout = scribe.windowed(torch.int8)
-    pool, abroad = scribe.pool(layout), scribe.pool(scribe.windowed(torch.int8, page_tokens=3))
+@pytest.mark.parametrize("dtype", [INT8, K8V4], ids=lambda one: one.name)
+def test_bytes_travel_with_their_scales(scribe: Any, dtype: KVDtype) -> None:
+    layout = scribe.windowed(dtype)
+    pool, abroad = scribe.pool(layout), scribe.pool(scribe.windowed(dtype, page_tokens=3))
     with KVCache(pool) as cache, KVCache(abroad) as other, KVCache(scribe.pool(scribe.windowed())) as floats:
         scribe.extend(cache, [scribe.cells(range(5))])
         blob = cache.serialize()

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 from kvilt.errors import BlobError
 from kvilt.kv.cache import KVCache
 from kvilt.kv.codec import describe
 from kvilt.kv.row import maker_parts
+from kvilt.ops.kv_dtypes import KV_DTYPES, KVDtype
 
 PREFIX = struct.Struct("<8sIQ")
 HASH = hashlib.sha256(b"a picture").digest()
@@ -54,12 +54,12 @@ def test_a_blob_says_its_rows_layout_and_identity(cache: KVCache, scribe: Any) -
     assert describe(memoryview(blob), first_tokens=5) == said
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int8])
-def test_the_dtype_is_the_layouts(scribe: Any, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", KV_DTYPES.values(), ids=KV_DTYPES)
+def test_the_dtype_is_the_layouts(scribe: Any, dtype: KVDtype) -> None:
     cache, _ = scribe.grown(scribe.pool(scribe.full(dtype)), [5, 6])
     with cache:
         said = describe(cache.serialize())
-    assert said.layout.groups[0].shape.dtype.storage == dtype
+    assert said.layout.groups[0].shape.dtype is dtype
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def load(path: Path, **config: object) -> Executor:
     return load_executor(path, RunConfig(kv_memory=1 << 24, backend="native", **config))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["float32", "int8", "k8v4"])
 @pytest.mark.parametrize("name", ["llama4", "llama4-top-2"])
 def test_chunks_and_batches_change_no_bit_on_native(tmp_path: Path, name: str, kv_dtype: str) -> None:
     executor = load(write_checkpoint(random_model(name), tmp_path), kv_dtype=kv_dtype, threads=2)

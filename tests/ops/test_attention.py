@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from kvilt.ops.contract import AttentionMask, Ops, PageShape
-from kvilt.ops.kv_dtypes import BFLOAT16, FLOAT8, FLOAT16, FLOAT32, INT8
+from kvilt.ops.kv_dtypes import BFLOAT16, FLOAT8, FLOAT16, FLOAT32, INT8, K8V4
+from kvilt.ops.packed_values import unpack_values
 
 SHAPE = PageShape(layers=2, page_tokens=4, kv_heads=2, key_dim=8, value_dim=8, dtype=FLOAT32)
 
@@ -70,6 +71,13 @@ CASES = {
     "int8 pages": Case([RowCase([5, 0], range(7), range(7))], shape=PageShape(2, 4, 2, 8, 8, INT8)),
     "int8 pages and sparse windows": Case(
         [RowCase([5, 0, 7, 1], range(16), [2, 9, 15])], mask=WINDOW, shape=PageShape(2, 4, 2, 8, 6, INT8)
+    ),
+    "k8v4 pages": Case([RowCase([5, 0], range(7), range(7))], shape=PageShape(2, 4, 2, 8, 8, K8V4)),
+    "k8v4 pages and sparse windows": Case(
+        [RowCase([5, 0, 7, 1], range(16), [2, 9, 15])], mask=WINDOW, shape=PageShape(2, 4, 2, 8, 6, K8V4)
+    ),
+    "k8v4 pages of a long row": Case(
+        [RowCase(list(range(75))[::-1], range(300), [150, 299])], shape=PageShape(2, 4, 2, 8, 40, K8V4)
     ),
     "float8 pages": Case([RowCase([5, 0], range(7), range(7))], shape=PageShape(2, 4, 2, 8, 8, FLOAT8)),
     "float8 pages of long rows": Case(
@@ -165,7 +173,8 @@ class Scene:
     def _stored(self, ops: Ops, layer: int, slots: list[int]) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
         """What the store says it holds, token by token; tests of pages say what it must be."""
         kv = ops.read_slots(self.store, torch.tensor(slots))
-        keys, values = kv.keys[layer].double(), kv.values[layer].double()
+        keys, values = kv.keys[layer].double(), kv.values[layer]
+        values = unpack_values(values).double() if self.case.shape.dtype.packed_values else values.double()
         if kv.key_scales.numel():
             keys, values = keys * kv.key_scales[layer].unsqueeze(-1), values * kv.value_scales[layer].unsqueeze(-1)
         if self.case.shape.latent:

@@ -78,8 +78,10 @@ class Drawn:
 def drawn(draw: st.DrawFn) -> Drawn:
     size = draw(st.sampled_from([1, 4, 16, 19, 32]))
     dims = st.sampled_from([1, 8, 16, 24, 64, 80])
-    shape = PageShape(1, size, draw(st.integers(1, 3)), draw(dims), draw(dims), draw(st.sampled_from(DTYPES)))
-    latent = draw(st.sampled_from([False, False, True]))
+    dtype = draw(st.sampled_from(DTYPES))
+    values = st.sampled_from([8, 16, 24, 64, 80, 96]) if dtype.packed_values else dims
+    shape = PageShape(1, size, draw(st.integers(1, 3)), draw(dims), draw(values), dtype)
+    latent = not dtype.packed_values and draw(st.sampled_from([False, False, True]))
     window = draw(st.sampled_from([0, 0, 1, 5, 40]))
     group, soft_cap = draw(st.integers(1, 7)), draw(st.sampled_from([0.0, 0.0, 2.0]))
     sinks = draw(st.sampled_from([None, None, torch.linspace(-3.0, 8.0, shape.kv_heads * group)]))

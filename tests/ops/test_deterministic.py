@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 
 from kvilt.errors import ParamError
 from kvilt.ops.contract import AttentionMask, Ops, PackedWeight, PageShape, PageStore
-from kvilt.ops.kv_dtypes import FLOAT8, FLOAT32, INT8
+from kvilt.ops.kv_dtypes import FLOAT8, FLOAT32, INT8, K8V4
 from kvilt.ops.lowrank import AdapterSlots, LowRank
 from kvilt.ops.select import CPU, select
 from kvilt.ops.triton import invariant_attention
@@ -79,6 +79,7 @@ CHUNKED = {
     "int8 in a window": (INT8, AttentionMask(0.5, window=70)),
     "float8": (FLOAT8, AttentionMask(0.5)),
     "int8": (INT8, AttentionMask(0.5)),
+    "k8v4": (K8V4, AttentionMask(0.5)),
     "float32 in chunks": (FLOAT32, AttentionMask(0.5, window=70, chunked=True)),
     "float32 in a window": (FLOAT32, AttentionMask(0.5, window=70, soft_cap=3.0)),
 }

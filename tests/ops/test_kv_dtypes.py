@@ -14,7 +14,7 @@ from kvilt.kv.layout import Full, KVLayout, LayerGroup
 from kvilt.kv.pool import PagePool
 from kvilt.ops import kv_dtypes
 from kvilt.ops.contract import AttentionMask, PageShape, Paging, RowLengths
-from kvilt.ops.kv_dtypes import FLOAT32, INT8, KV_DTYPES, KVDtype, check_kv_dtype, kv_dtype_of
+from kvilt.ops.kv_dtypes import FLOAT32, INT8, K8V4, KV_DTYPES, KVDtype, check_kv_dtype, kv_dtype_of
 from kvilt.ops.native.backend import NativeOps
 from kvilt.ops.reference import ReferenceOps
 from kvilt.store import address, layer
@@ -108,14 +108,16 @@ def test_a_layer_of_a_new_dtype_is_stored_bit_for_bit(dtype: KVDtype, random_of:
 
 @pytest.mark.parametrize("dtype", NEW, ids=lambda one: one.name)
 def test_a_backend_without_kernels_for_a_dtype_says_so(dtype: KVDtype) -> None:
-    with pytest.raises(Unsupported, match=f"float32, float16, bfloat16, int8 on the CPU, not {dtype.name}"):
+    with pytest.raises(Unsupported, match=f"float32, float16, bfloat16, int8, k8v4 on the CPU, not {dtype.name}"):
         NativeOps(1).new_pages(shape_of(dtype), 2, torch.device("cpu"))
 
 
 def test_dtypes_are_found_by_name_and_by_what_they_hold() -> None:
-    assert kv_dtype_of(torch.int8, scaled=True) is INT8
-    assert kv_dtype_of(torch.int8, scaled=False) is None
-    assert kv_dtype_of(torch.float32, scaled=False) is FLOAT32
+    assert kv_dtype_of(torch.int8, torch.int8, scaled=True) is INT8
+    assert kv_dtype_of(torch.int8, torch.int8, scaled=False) is None
+    assert kv_dtype_of(torch.int8, torch.uint8, scaled=True) is K8V4
+    assert kv_dtype_of(torch.int8, torch.float32, scaled=True) is None
+    assert kv_dtype_of(torch.float32, torch.float32, scaled=False) is FLOAT32
     check_kv_dtype("auto")
     with pytest.raises(ParamError, match="float32, float16, bfloat16, int8"):
         check_kv_dtype("int3")

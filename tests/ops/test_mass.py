@@ -23,7 +23,7 @@ MASKS = {
 
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
-@pytest.mark.parametrize("dtype", ["float32", "float16", "int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int8", "float8_e4m3fn", "k8v4"])
 @pytest.mark.parametrize("at", [[15], [0, 3, 9, 14], list(range(9, 13))], ids=str)
 def test_mass_is_the_sum_of_weights(
     ops: Ops,

@@ -249,7 +249,7 @@ def check_law_5(executor: Executor, ids: list[int], cuts: list[int], others: lis
 @given(data=st.data())
 def test_law_5_on_a_tiny_model(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     window = data.draw(st.sampled_from([None, 40]))
-    dtype = data.draw(st.sampled_from(["float32", "float16", "bfloat16", "int8"]))
+    dtype = data.draw(st.sampled_from(["float32", "float16", "bfloat16", "int8", "k8v4"]))
     threads = data.draw(st.sampled_from([1, 2, 3]))
     folder = tmp_path_factory.getbasetemp() / f"tiny-{window}"
     if not folder.exists():

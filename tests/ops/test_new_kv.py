@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvilt.ops.contract import AttentionMask, NewKV, Ops, PageShape, Paging, Pairing, RowLengths
-from kvilt.ops.kv_dtypes import BFLOAT16, FLOAT8, FLOAT16, FLOAT32
+from kvilt.ops.kv_dtypes import BFLOAT16, FLOAT8, FLOAT16, FLOAT32, K8V4
 
 PLAIN = AttentionMask(scale=0.3)
 SHAPE = PageShape(layers=2, page_tokens=4, kv_heads=2, key_dim=16, value_dim=16, dtype=FLOAT32)
@@ -22,6 +22,7 @@ CASES: dict[str, tuple[PageShape, int, Pairing, AttentionMask]] = {
     "a window": (SHAPE, 8, "half", AttentionMask(scale=0.3, window=5)),
     "bfloat16": (PageShape(2, 4, 2, 16, 16, BFLOAT16), 8, "half", PLAIN),
     "float16": (PageShape(2, 4, 2, 16, 16, FLOAT16), 8, "half", PLAIN),
+    "k8v4": (PageShape(2, 4, 2, 16, 16, K8V4), 8, "half", PLAIN),
     "float8": (PageShape(2, 4, 2, 16, 16, FLOAT8), 8, "half", PLAIN),
     "latent": (PageShape(2, 4, 1, 8, 20, FLOAT32, latent=True), 4, "interleaved", PLAIN),
 }

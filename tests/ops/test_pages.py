@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvilt.ops.contract import KeysValues, Ops, PageShape, Rotation
-from kvilt.ops.kv_dtypes import BFLOAT16, FLOAT16, FLOAT32, INT8, KV_DTYPES, KVDtype
+from kvilt.ops.kv_dtypes import BFLOAT16, FLOAT16, FLOAT32, INT8, K8V4, KV_DTYPES, KVDtype
 from kvilt.ops.reference import ReferenceOps
 
 EVERY = list(KV_DTYPES.values())
@@ -28,9 +28,12 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 def random_kv(random_of: Any, shape: PageShape, tokens: int, seed: int = 0) -> KeysValues:
     heads = (shape.layers, tokens, shape.kv_heads)
-    numbers = (20 * random_of(*heads, dim, seed=seed + i) for i, dim in enumerate((shape.key_dim, shape.value_dim)))
+    keys = (20 * random_of(*heads, shape.key_dim, seed=seed)).to(shape.dtype.storage)
+    values = 20 * random_of(*heads, shape.value_width, seed=seed + 1)
+    if shape.dtype.packed_values:
+        values = (values + 128).clamp(0, 255)  # any byte is two values
     scales = (random_of(*heads, seed=seed + i).abs() for i in range(2)) if shape.scales else ()
-    return KeysValues(*(part.to(shape.dtype.storage) for part in numbers), *scales)
+    return KeysValues(keys, values.to(shape.dtype.value_storage), *scales)
 
 
 def same_kv(a: KeysValues, b: KeysValues) -> bool:
@@ -160,6 +163,23 @@ def test_bytes_are_the_nearest_to_what_was_written(ops: Ops, noisy_pages: Any, r
         assert (numbers[1].abs().amax(-1) == 127).all()
 
 
+def test_values_of_four_bits_are_the_nearest_to_what_was_written(ops: Ops, noisy_pages: Any, random_of: Any) -> None:
+    shape = PageShape(2, 4, 2, 8, 40, K8V4)
+    store, slots = noisy_pages(shape, 5), torch.tensor([17, 2, 3, 8])
+    keys, values = random_of(4, 2, 8), 5 * random_of(4, 2, 40)
+    ops.write(store, 1, slots, keys, values)
+    found = ops.read_slots(store, slots)
+    scale, largest = found.value_scales[1], values.abs().amax(-1)
+    assert torch.equal(scale.abs() * 8, largest)  # of its own token and head, and of nothing else
+    low, high = found.values[1] & 15, found.values[1] >> 4
+    codes = torch.stack((low, high), -1).flatten(-2).float() - 8
+    assert codes.min() == -8  # the largest value of each head
+    apart = (codes * scale.unsqueeze(-1) - values).abs()
+    at_the_end = codes == 7  # the other sign has one step less: half a step beyond it is cut off
+    assert (apart <= (0.5001 + 0.5 * at_the_end) * scale.abs().unsqueeze(-1)).all()
+    assert torch.equal(found.key_scales[1], keys.abs().amax(-1) / 127)
+
+
 AWKWARD = {
     "zeros": [0.0, -0.0, 0.0, 0.0],
     "too small for a scale": [1e-37, -1e-40, 0.0, 1e-38],
@@ -196,13 +216,15 @@ def test_many_tokens_become_the_same_bytes_on_every_backend(
     assert same_kv(*found)
 
 
-def test_what_is_no_number_stays_none_and_spoils_only_its_own_head(ops: Ops, noisy_pages: Any) -> None:
-    shape = PageShape(1, 4, 2, 4, 4, INT8)
+@pytest.mark.parametrize("dtype", [INT8, K8V4], ids=lambda one: one.name)
+def test_what_is_no_number_stays_none_and_spoils_only_its_own_head(ops: Ops, noisy_pages: Any, dtype: KVDtype) -> None:
+    shape = PageShape(1, 4, 2, 4, 4, dtype)
     store, slots, x = noisy_pages(shape, 2), torch.tensor([5]), torch.ones(1, 2, 4)
     x[0, 1, 2] = float("nan")
     ops.write(store, 0, slots, x, x)
     found = ops.read_slots(store, slots)
     assert torch.isnan(found.key_scales[0, 0]).tolist() == [False, True]
+    assert torch.isnan(found.value_scales[0, 0]).tolist() == [False, True]
     assert torch.equal(found.keys[0, 0, 0], torch.full((4,), 127, dtype=torch.int8))
 
 
@@ -224,6 +246,7 @@ def test_bytes_count_their_scales() -> None:
     floats, whole = shape_of(FLOAT16), shape_of(INT8)
     assert floats.token_bytes == 3 * 2 * (8 + 6) * 2
     assert whole.token_bytes == 3 * 2 * ((8 + 6) + 2 * 4)
+    assert shape_of(K8V4).token_bytes == 3 * 2 * ((8 + 3) + 2 * 4)
 
 
 # Placing: keys are turned on their way into the pages.

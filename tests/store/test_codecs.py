@@ -13,8 +13,14 @@ from kvilt.store.address import LayerForm
 from kvilt.store.codec_registry import codec_named
 from kvilt.store.layer import LayerKV, owned
 
+
+def form_of(heads: int, key_dim: int, value_dim: int, dtype: str) -> LayerForm:
+    """Values that are packed come in pairs."""
+    return LayerForm(heads, key_dim, value_dim // 2 * 2 if KV_DTYPES[dtype].packed_values else value_dim, dtype)
+
+
 FORMS = st.builds(
-    LayerForm, st.integers(1, 3), st.integers(1, 70), st.integers(0, 70), st.sampled_from(sorted(KV_DTYPES))
+    form_of, st.integers(1, 3), st.integers(1, 70), st.integers(0, 70), st.sampled_from(sorted(KV_DTYPES))
 )
 
 
@@ -26,7 +32,9 @@ def random_layer(form: LayerForm, tokens: int, seed: int, scale: float = 1.0) ->
     if not form.scaled:
         return LayerKV(*(one.to(KV_DTYPES[form.dtype].storage) for one in (keys, values)))
     scales = torch.rand(2, tokens, form.heads, generator=made)
-    return LayerKV(*((40 * one).to(KV_DTYPES[form.dtype].storage) for one in (keys, values)), *scales)
+    dtype = KV_DTYPES[form.dtype]
+    values = (40 * values[..., : dtype.value_width(form.value_dim)] + 128 * dtype.packed_values).clamp(-128, 255)
+    return LayerKV((40 * keys).to(dtype.storage), values.to(dtype.value_storage), *scales)
 
 
 def equal(one: LayerKV, other: LayerKV) -> bool:

@@ -214,7 +214,8 @@ def read_slots(runner: KernelRunner, store: PageStore, slots: Tensor) -> KeysVal
 def _read(runner: KernelRunner, pages: NativePages, layers: Sequence[int], slots: Tensor) -> KeysValues:
     shape, slots = pages.shape, _slots(slots)
     each = (len(layers), len(slots), shape.kv_heads)
-    keys, values = (torch.empty((*each, dim), dtype=shape.dtype.storage) for dim in (shape.key_dim, shape.value_dim))
+    keys = torch.empty((*each, shape.key_dim), dtype=shape.dtype.storage)
+    values = torch.empty((*each, shape.value_width), dtype=shape.dtype.value_storage)
     kv = KeysValues(keys, values)
     if shape.scales:
         kv = KeysValues(keys, values, torch.empty(each), torch.empty(each))
@@ -230,7 +231,7 @@ def write_slots(runner: KernelRunner, store: PageStore, slots: Tensor, kv: KeysV
     each = (shape.layers, len(slots), shape.kv_heads)
     kv = KeysValues(
         checked("keys", kv.keys.contiguous(), (*each, shape.key_dim), shape.dtype.storage),
-        checked("values", kv.values.contiguous(), (*each, shape.value_dim), shape.dtype.storage),
+        checked("values", kv.values.contiguous(), (*each, shape.value_width), shape.dtype.value_storage),
         _scales("key_scales", kv.key_scales, each if shape.scales else None),
         _scales("value_scales", kv.value_scales, each if shape.scales else None),
     )

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from ..contract import AttentionMask, NewKV, Paging
+from ..packed_values import unpack_values
 from ..reference import ReferencePages
 from .key_tiles import first_seen, over_tiles
 from .overlap import await_inputs, fetch_ahead, launch_next, overlap
@@ -68,7 +69,7 @@ def attention(
         SCALED=bool(shape.scales), WINDOW=mask.window > 0, CHUNKED=mask.chunked, CAPPED=mask.soft_cap > 0,
         SINKS=mask.sinks is not None, SPLITS=splits, SINGLE=single, BLOCK_M=block_m,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        FLOATS=pages.keys.dtype.is_floating_point, ASSEMBLY=query.is_cuda,
+        FLOATS=pages.keys.dtype.is_floating_point, PACKED=shape.dtype.packed_values, ASSEMBLY=query.is_cuda,
         **_tile(block_m, tiles * shape.kv_heads, max(dim, shape.value_dim) * pages.keys.element_size(), narrow),
         # A product that is fused into a sum has other bits, and whether it is depends on the number of splits.
         enable_fp_fusion=mask.sinks is None, **overlap(query),
@@ -121,6 +122,7 @@ def gathered(pages: ReferencePages, layer: int, table: Tensor, count: int, dtype
         return keys, values
     scales = (_rows(one, layer, table, count, pages) for one in (pages.key_scales, pages.value_scales))
     key_scales, value_scales = scales
+    values = unpack_values(values) if pages.shape.dtype.packed_values else values
     return (keys.float() * key_scales).to(dtype), (values.float() * value_scales).to(dtype)
 
 
@@ -148,9 +150,11 @@ def _splits(programs: int, most_keys: int, narrow: bool) -> int:
 
 
 def _words(pages: ReferencePages, layer: int) -> tuple[Tensor, Tensor]:
-    """Keys and values of a layer; bytes in pairs, as the kernel loads them."""
+    """Keys and values of a layer; bytes in pairs, as the kernel loads them. A byte of 4-bit values is a pair."""
     keys, values = pages.keys[layer], pages.values[layer]
-    return (keys.view(torch.int16), values.view(torch.int16)) if pages.shape.scales else (keys, values)
+    if not pages.shape.scales:
+        return keys, values
+    return keys.view(torch.int16), values if pages.shape.dtype.packed_values else values.view(torch.int16)
 
 
 def _constants(pages: ReferencePages, heads: int) -> dict[str, Any]:
@@ -232,7 +236,7 @@ def _attention(
     D_PAD: tl.constexpr, DV_PAD: tl.constexpr, NEW: tl.constexpr, PAIRS: tl.constexpr, HALF: tl.constexpr,
     NORM: tl.constexpr, SCALED: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr, CAPPED: tl.constexpr,
     SINKS: tl.constexpr, SPLITS: tl.constexpr, SINGLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr, FLOATS: tl.constexpr, ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
+    PRECISION: tl.constexpr, FLOATS: tl.constexpr, PACKED: tl.constexpr, ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_next(PDL)
     # Positions, tables and keys of earlier steps are in memory before a step begins, so they are read before the wait.
@@ -297,13 +301,13 @@ def _attention(
         q, q_odd, q_scale, keys, values, key_scales + scale_offset, value_scales + scale_offset, table,
         known, at, head, begin, plain, stop, window, soft_cap, best, total, mixed, odd, unit,
         KV_HEADS, PAGE, D, DV, D_PAD, DV_PAD, SCALED, WINDOW, CHUNKED, CAPPED, BLOCK_N, PRECISION, FLOATS,
-        ASSEMBLY, SINGLE, False,
+        ASSEMBLY, SINGLE, False, PACKED,
     )  # fmt: skip
     best, total, mixed, odd, unit = over_tiles(
         q, q_odd, q_scale, keys, values, key_scales + scale_offset, value_scales + scale_offset, table,
         known, at, head, plain, stop, stop, window, soft_cap, best, total, mixed, odd, unit,
         KV_HEADS, PAGE, D, DV, D_PAD, DV_PAD, SCALED, WINDOW, CHUNKED, CAPPED, BLOCK_N, PRECISION, FLOATS,
-        ASSEMBLY, SINGLE, True,
+        ASSEMBLY, SINGLE, True, PACKED,
     )  # fmt: skip
     if SCALED:
         mixed = tl.reshape(tl.join(mixed, odd), (BLOCK_M, DV_PAD)) * unit

@@ -61,14 +61,15 @@ def attention(
         SCALED=bool(shape.scales), WINDOW=mask.window > 0, CHUNKED=mask.chunked, CAPPED=mask.soft_cap > 0,
         SINKS=mask.sinks is not None, SHARED=splits > 1, SINGLE=single, SEGMENT=SEGMENT,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        FLOATS=pages.keys.dtype.is_floating_point, **tile, **overlap(query),
+        FLOATS=pages.keys.dtype.is_floating_point, PACKED=shape.dtype.packed_values, **tile, **overlap(query),
     )  # fmt: skip
     return out
 
 
 def _numbers(pages: Tensor, layer: int) -> Tensor:
     """The keys or values of a layer; numbers of one byte as bytes."""
-    return pages[layer].view(torch.int8) if pages.element_size() == 1 else pages[layer]
+    narrow = pages.element_size() == 1 and pages.dtype != torch.uint8  # those are two values of 4 bits
+    return pages[layer].view(torch.int8) if narrow else pages[layer]
 
 
 def _tile(query: Tensor, pages: ReferencePages, rows: int, programs: int) -> dict[str, Any]:
@@ -118,6 +119,7 @@ def _over_keys(
     KV_HEADS: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_PAD: tl.constexpr,
     DV_PAD: tl.constexpr, SCALED: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr, CAPPED: tl.constexpr,
     BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, FLOATS: tl.constexpr, LATENT: tl.constexpr, MASKED: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys and values into a segment's softmax. `best` is a power of two, as `unit` makes it."""
     d, dv, key = tl.arange(0, D_PAD), tl.arange(0, DV_PAD), start + tl.arange(0, BLOCK_N)
@@ -149,8 +151,14 @@ def _over_keys(
     fading = tl.exp2(best - calm)
     total = tl.fma(total, fading, tl.sum(weights, 1))
     inside = useful[:, None] & (dv < DV)[None, :]
-    v_at, scales_at = values + slot[:, None] * DV + dv[None, :], (value_scales + slot)[:, None]
-    v = _loaded(v_at, scales_at, inside, useful[:, None], q.dtype, SCALED, FLOATS)
+    scales_at = (value_scales + slot)[:, None]
+    if PACKED:
+        pairs = tl.load(values + slot[:, None] * (DV // 2) + (dv // 2)[None, :], mask=inside, other=0).to(tl.int32)
+        codes = (pairs >> (dv % 2 * 4)[None, :]) & 15
+        v = ((codes - 8).to(tl.float32) * tl.load(scales_at, mask=useful[:, None], other=0.0)).to(q.dtype)
+    else:
+        v_at = values + slot[:, None] * DV + dv[None, :]
+        v = _loaded(v_at, scales_at, inside, useful[:, None], q.dtype, SCALED, FLOATS)
     mixed = tl.dot(weights.to(q.dtype), v, mixed * fading[:, None], input_precision=PRECISION)
     return higher, total, mixed
 
@@ -173,7 +181,7 @@ def _attention(
     D_PAD: tl.constexpr, DV_PAD: tl.constexpr, SCALED: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr,
     CAPPED: tl.constexpr, SINKS: tl.constexpr, SHARED: tl.constexpr, SINGLE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, SEGMENT: tl.constexpr, PRECISION: tl.constexpr, FLOATS: tl.constexpr, HEADS: tl.constexpr,
-    LATENT: tl.constexpr, PDL: tl.constexpr,
+    LATENT: tl.constexpr, PACKED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_next(PDL)
     await_inputs(PDL)
@@ -228,7 +236,7 @@ def _attention(
             q, q_value, keys, values, key_scales, value_scales, table, known, at, head, start, stop, unit, scale,
             window, soft_cap, best, total, mixed,
             KV_HEADS, PAGE, D, DV, D_PAD, DV_PAD, SCALED, WINDOW, CHUNKED, CAPPED, BLOCK_N, PRECISION, FLOATS, LATENT,
-            False,
+            False, PACKED,
         )  # fmt: skip
         if ((start + BLOCK_N) % SEGMENT == 0) | (start + BLOCK_N >= stop):
             if not SHARED:
@@ -242,7 +250,7 @@ def _attention(
             q, q_value, keys, values, key_scales, value_scales, table, known, at, head, start, stop, unit, scale,
             window, soft_cap, best, total, mixed,
             KV_HEADS, PAGE, D, DV, D_PAD, DV_PAD, SCALED, WINDOW, CHUNKED, CAPPED, BLOCK_N, PRECISION, FLOATS, LATENT,
-            True,
+            True, PACKED,
         )  # fmt: skip
         if ((start + BLOCK_N) % SEGMENT == 0) | (start + BLOCK_N >= stop):
             if not SHARED:

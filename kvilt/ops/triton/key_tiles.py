@@ -23,6 +23,7 @@ def _over_keys(
     KV_HEADS: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_PAD: tl.constexpr,
     DV_PAD: tl.constexpr, SCALED: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr, CAPPED: tl.constexpr,
     BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, FLOATS: tl.constexpr, ASSEMBLY: tl.constexpr, MASKED: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys and values into the running softmax; without masks where every query sees all of the tile."""
     WORD: tl.constexpr = 2 if SCALED else 1
@@ -62,12 +63,15 @@ def _over_keys(
     if SCALED:
         # Scales are counted in the largest so far, so that weights stay within float16.
         v_scale = tl.load(value_scales + slot, mask=useful, other=0.0)
-        larger = tl.maximum(unit, tl.max(v_scale, 0))
+        larger = tl.maximum(unit, tl.max(tl.abs(v_scale), 0))
         safe = tl.where(larger > 0, larger, 1.0)
         inverse = 1.0 / safe
         weights = (weights * (v_scale * inverse)[None, :]).to(q.dtype)
         fading = fading * (unit * inverse)
-        v_even, v_odd = even_odd(v, FLOATS, ASSEMBLY)
+        if PACKED:  # a byte is a pair, where the others have two bytes
+            v_even, v_odd = (v & 15).to(tl.float16) - 8.0, (v >> 4).to(tl.float16) - 8.0
+        else:
+            v_even, v_odd = even_odd(v, FLOATS, ASSEMBLY)
         mixed = tl.dot(weights, v_even.to(q.dtype), mixed * fading[:, None], input_precision=PRECISION)
         odd = tl.dot(weights, v_odd.to(q.dtype), odd * fading[:, None], input_precision=PRECISION)
         unit = larger
@@ -83,7 +87,7 @@ def over_tiles(
     KV_HEADS: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_PAD: tl.constexpr,
     DV_PAD: tl.constexpr, SCALED: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr, CAPPED: tl.constexpr,
     BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, FLOATS: tl.constexpr, ASSEMBLY: tl.constexpr,
-    SINGLE: tl.constexpr, MASKED: tl.constexpr,
+    SINGLE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """All tiles between two positions.
 
@@ -94,7 +98,7 @@ def over_tiles(
             q, q_odd, q_scale, keys, values, key_scales, value_scales, table,
             known, at, head, begin, stop, window, soft_cap, best, total, mixed, odd, unit,
             KV_HEADS, PAGE, D, DV, D_PAD, DV_PAD, SCALED, WINDOW, CHUNKED, CAPPED, BLOCK_N, PRECISION, FLOATS,
-            ASSEMBLY, MASKED,
+            ASSEMBLY, MASKED, PACKED,
         )  # fmt: skip
     else:
         for start in range(begin, end, BLOCK_N):
@@ -102,6 +106,6 @@ def over_tiles(
                 q, q_odd, q_scale, keys, values, key_scales, value_scales, table,
                 known, at, head, start, stop, window, soft_cap, best, total, mixed, odd, unit,
                 KV_HEADS, PAGE, D, DV, D_PAD, DV_PAD, SCALED, WINDOW, CHUNKED, CAPPED, BLOCK_N, PRECISION, FLOATS,
-                ASSEMBLY, MASKED,
+                ASSEMBLY, MASKED, PACKED,
             )  # fmt: skip
     return best, total, mixed, odd, unit

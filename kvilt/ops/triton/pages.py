@@ -60,6 +60,7 @@ def page_constants(pages: ReferencePages, rotation: Rotation | None) -> dict[str
         "PAIRS": pairs, "PAIRS_PAD": triton.next_power_of_2(max(pairs, 1)),
         "HALF": rotation is None or rotation.pairing == "half",
         "LARGEST": shape.dtype.scaled_to or 0.0, "WHOLE": not shape.dtype.storage.is_floating_point,
+        "PACKED": shape.dtype.packed_values,
     }  # fmt: skip
 
 
@@ -69,12 +70,13 @@ def _write(
     key_token, key_head, value_token, value_head,
     KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_PAD: tl.constexpr,
     PAIRS: tl.constexpr, PAIRS_PAD: tl.constexpr, HALF: tl.constexpr, LARGEST: tl.constexpr, WHOLE: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1) + tl.arange(0, 1)
     _write_heads(
         keys + token * key_token + head * key_head, values + token * value_token + head * value_head, slots, cos, sin,
         key_pages, value_pages, key_scales, value_scales, token, head,
-        KV_HEADS, D, DV, D_PAD, PAIRS, PAIRS_PAD, HALF, LARGEST, WHOLE,
+        KV_HEADS, D, DV, D_PAD, PAIRS, PAIRS_PAD, HALF, LARGEST, WHOLE, PACKED,
     )  # fmt: skip
 
 
@@ -84,7 +86,7 @@ def _rotate_and_write(
     query_token, query_head, key_token, key_head, value_token, value_head,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_PAD: tl.constexpr,
     PAIRS: tl.constexpr, PAIRS_PAD: tl.constexpr, HALF: tl.constexpr, LARGEST: tl.constexpr, WHOLE: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
+    PACKED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_next(PDL)
     await_inputs(PDL)
@@ -99,7 +101,7 @@ def _rotate_and_write(
         _write_heads(
             keys + token * key_token + head * key_head, values + token * value_token + head * value_head, slots,
             cos, sin, key_pages, value_pages, key_scales, value_scales, token, head,
-            KV_HEADS, D, DV, D_PAD, PAIRS, PAIRS_PAD, HALF, LARGEST, WHOLE,
+            KV_HEADS, D, DV, D_PAD, PAIRS, PAIRS_PAD, HALF, LARGEST, WHOLE, PACKED,
         )  # fmt: skip
 
 
@@ -108,24 +110,34 @@ def _write_heads(
     keys, values, slots, cos, sin, key_pages, value_pages, key_scales, value_scales, token, head,
     KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_PAD: tl.constexpr,
     PAIRS: tl.constexpr, PAIRS_PAD: tl.constexpr, HALF: tl.constexpr, LARGEST: tl.constexpr, WHOLE: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
     """Keys, turned, and values of some heads of a token, into its slot."""
-    known, i = head < KV_HEADS, tl.arange(0, D_PAD)
+    known, i = head < KV_HEADS, tl.arange(0, D_PAD // 2 if PACKED else D_PAD)
     place = tl.load(slots + token) * KV_HEADS + head
-    inside = known[:, None] & (i < DV)[None, :]
-    own = tl.load(values[:, None] + i[None, :], mask=inside, other=0.0)
-    if LARGEST > 0:
-        own = own.to(tl.float32)
-        scale = scale_of(largest_of(own), LARGEST)
+    WIDTH: tl.constexpr = DV // 2 if PACKED else DV
+    inside = known[:, None] & (i < WIDTH)[None, :]
+    if PACKED:
+        even = tl.load(values[:, None] + 2 * i[None, :], mask=inside, other=0.0).to(tl.float32)
+        odd = tl.load(values[:, None] + 2 * i[None, :] + 1, mask=inside, other=0.0).to(tl.float32)
+        scale = packed_scale(even, odd)
         tl.store(value_scales + place, scale, mask=known)
-        own = scaled_by(own, scale, LARGEST, WHOLE)
+        own = packed_values(even, odd, scale)
+    else:
+        own = tl.load(values[:, None] + i[None, :], mask=inside, other=0.0)
+        if LARGEST > 0:
+            own = own.to(tl.float32)
+            scale = scale_of(largest_of(own), LARGEST)
+            tl.store(value_scales + place, scale, mask=known)
+            own = scaled_by(own, scale, LARGEST, WHOLE)
+    if LARGEST > 0:
         _write_scaled_keys(
             keys, cos, sin, token, key_pages + place * D, key_scales + place, known,
             D, D_PAD, PAIRS, PAIRS_PAD, HALF, LARGEST, WHOLE,
         )  # fmt: skip
     else:
         turn_heads(keys, cos, sin, token, key_pages + place * D, known, D, D_PAD, PAIRS, PAIRS_PAD, HALF)
-    tl.store(value_pages + place[:, None] * DV + i[None, :], own.to(value_pages.dtype.element_ty), mask=inside)
+    tl.store(value_pages + place[:, None] * WIDTH + i[None, :], own.to(value_pages.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -183,3 +195,30 @@ def scaled_by(x, scale, LARGEST: tl.constexpr, WHOLE: tl.constexpr):
     if WHOLE:  # rounds to the nearest, ties to even
         x = (x + 12582912.0) - 12582912.0
     return x
+
+
+@triton.jit
+def packed_scale(even, odd):
+    """The scales of values of 4 bits, given as even and odd dimensions [rows, numbers]: see `ops/packed_values.py`."""
+    wrong = (even != even) | (odd != odd)
+    even, odd = tl.where(even == even, even, 0.0), tl.where(odd == odd, odd, 0.0)
+    high = tl.maximum(tl.maximum(tl.max(even, 1), tl.max(odd, 1)), 0.0)
+    low = tl.minimum(tl.minimum(tl.min(even, 1), tl.min(odd, 1)), 0.0)
+    scale = tl.where(high >= -low, high, low) * -0.125
+    scale = tl.where(tl.abs(scale) < 1.1754943508222875e-38, 0.0, scale)  # one over it would be no number
+    return tl.where(tl.max(wrong.to(tl.int32), 1) > 0, float("nan"), scale)
+
+
+@triton.jit
+def packed_values(even, odd, scale):
+    """Two values in a byte, as int32."""
+    return _code(even, scale) | (_code(odd, scale) << 4)
+
+
+@triton.jit
+def _code(x, scale):
+    safe = tl.where(scale == 0, 1.0, scale)
+    inverse = tl.where(scale == 0, 0.0, tl.div_rn(safe * 0 + 1.0, safe))
+    x = x * inverse[:, None]
+    x = tl.minimum(tl.where(x > -8.0, x, -8.0), 7.0)
+    return ((x + 12582912.0) - 12582912.0).to(tl.int32) + 8

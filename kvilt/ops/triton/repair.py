@@ -13,7 +13,16 @@ from torch import Tensor
 from ..contract import Interpolation, Rotation
 from ..reference import ReferencePages
 from .overlap import await_inputs, launch_next, overlap
-from .pages import larger_of, largest_of, layer_of, page_constants, scale_of, scaled_by
+from .pages import (
+    larger_of,
+    largest_of,
+    layer_of,
+    packed_scale,
+    packed_values,
+    page_constants,
+    scale_of,
+    scaled_by,
+)
 
 TOKENS, ANCHORS = 16, 32  # of a program, and at a time
 
@@ -47,7 +56,7 @@ def _interpolate(
     count, anchor_count, key_token, key_head, value_token, value_head, stride_weights,
     KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_PAD: tl.constexpr,
     PAIRS: tl.constexpr, PAIRS_PAD: tl.constexpr, HALF: tl.constexpr, LARGEST: tl.constexpr, WHOLE: tl.constexpr,
-    TOKENS: tl.constexpr, ANCHORS: tl.constexpr, PDL: tl.constexpr,
+    PACKED: tl.constexpr, TOKENS: tl.constexpr, ANCHORS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_next(PDL)
     await_inputs(PDL)
@@ -57,16 +66,26 @@ def _interpolate(
     place = tl.load(slots + t, mask=known, other=0) * KV_HEADS + head
     shares = weights + t * stride_weights
     i = tl.arange(0, D_PAD)
+    WORD: tl.constexpr = 2 if PACKED else 1
+    WIDTH: tl.constexpr = DV // WORD
     own = _changed(
-        old_values + head * DV, new_values + head * value_head, token, anchors, shares, known, i, i < DV,
+        old_values + head * DV, new_values + head * value_head, token, anchors, shares, known, WORD * i, i < WIDTH,
         anchor_count, KV_HEADS * DV, value_token, ANCHORS,
     )  # fmt: skip
-    inside = known[:, None] & (i < DV)[None, :]
-    if LARGEST > 0:
+    inside = known[:, None] & (i < WIDTH)[None, :]
+    if PACKED:
+        odd = _changed(
+            old_values + head * DV, new_values + head * value_head, token, anchors, shares, known, 2 * i + 1, i < WIDTH,
+            anchor_count, KV_HEADS * DV, value_token, ANCHORS,
+        )  # fmt: skip
+        scale = packed_scale(own, odd)
+        tl.store(value_scales + place, scale, mask=known)
+        own = packed_values(own, odd, scale)
+    elif LARGEST > 0:
         scale = scale_of(largest_of(own), LARGEST)
         tl.store(value_scales + place, scale, mask=known)
         own = scaled_by(own, scale, LARGEST, WHOLE)
-    tl.store(value_pages + place[:, None] * DV + i[None, :], own.to(value_pages.dtype.element_ty), mask=inside)
+    tl.store(value_pages + place[:, None] * WIDTH + i[None, :], own.to(value_pages.dtype.element_ty), mask=inside)
     _keys(
         old_keys + head * D, new_keys + head * key_head, token, anchors, shares, known, t, cos, sin,
         key_pages + place * D, key_scales + place, anchor_count, key_token,
