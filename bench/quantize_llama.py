@@ -1,10 +1,12 @@
 """`kvilt quantize` beside llama.cpp's own quantizer: sizes and perplexities of the same model in the same types.
 
-    python bench/quantize_llama.py MODEL.gguf [--types Q8_0,Q6_K,Q5_K,Q4_K,Q4_0] [--chunks 7] [--llama PYTHON]
+    python bench/quantize_llama.py MODEL.gguf [--types Q8_0,Q6_K,Q5_K,Q4_K,Q4_0] [--chunks 7] [--expand]
+                                   [--llama PYTHON]
 
-All files are read by kvilt, over the same tokens of `perplexity_text.txt`; llama.cpp then reads one chunk of each of
-our files. The importance matrix is that of another text, `everyday_questions.tsv`. For llama.cpp see
-perplexity_llama.py.
+`--expand` begins with the model's weights in float32 (needs gguf), for both quantizers: for a model of which there is
+only a quantized file. All files are read by kvilt, over the same tokens of `perplexity_text.txt`; llama.cpp then reads
+one chunk of each of our files. The importance matrix is that of another text, `everyday_questions.tsv`. For llama.cpp
+see perplexity_llama.py.
 """
 
 from __future__ import annotations
@@ -12,14 +14,18 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from perplexity_llama import CHUNK_TOKENS, LLAMA, TEXT, llama_side
 
+if TYPE_CHECKING:  # llama.cpp's environment has no torch
+    from torch import Tensor
+
 HERE = Path(__file__).parent
 QUESTIONS = HERE / "everyday_questions.tsv"
+IMATRIX_TOKENS = 16384
 FILE_TYPES = {"Q8_0": 7, "Q6_K": 18, "Q5_K": 16, "Q4_K": 14, "Q4_0": 2}  # of llama.cpp, the S variants
 
 
@@ -52,22 +58,49 @@ def perplexity(path: Path, chunks: int) -> float:
         return measure(llm.executor, ids, CHUNK_TOKENS, head=llm.tokenizer.head).perplexity
 
 
+def quantize(source: Path, kinds: dict[str, Path], name: str, known: dict[str, Tensor]) -> None:
+    """In kvilt, without and with an importance matrix."""
+    from kvilt.executor.gguf_view import gguf_tensors
+    from kvilt.weights.quantize import quantize_tensors
+    from kvilt.weights.source import open_checkpoint
+
+    checkpoint = open_checkpoint(source)
+    with checkpoint.tensors:
+        for kind, file in kinds.items():
+            quantize_tensors(gguf_tensors(checkpoint), file, name, known if "imatrix" in kind else None)
+
+
+def importances(source: Path) -> dict[str, Tensor]:
+    """The importance matrix of the questions, once for all types."""
+    from kvilt.cli.quantize import read_importance
+    from kvilt.executor.gguf_view import gguf_tensors
+    from kvilt.weights.source import open_checkpoint
+
+    checkpoint = open_checkpoint(source)
+    with checkpoint.tensors:
+        return read_importance(checkpoint, gguf_tensors(checkpoint), QUESTIONS, IMATRIX_TOKENS)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--types", default=",".join(FILE_TYPES))
     parser.add_argument("--chunks", type=int, default=7)
     parser.add_argument("--llama", type=Path, default=LLAMA)
+    parser.add_argument("--expand", action="store_true")
     options = parser.parse_args()
-    print(f"{options.model.name}: perplexity {perplexity(options.model, options.chunks):.4f}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
+        source = options.model
+        if options.expand:
+            from peers.make_q4_0 import dequantize
+
+            dequantize(options.model, source := Path(folder) / "float32.gguf")
+        print(f"{options.model.name}: perplexity {perplexity(source, options.chunks):.4f}", flush=True)
+        known = importances(source)
         for name in options.types.split(","):
             files = {kind: Path(folder) / f"{kind}.gguf" for kind in ("llama.cpp", "kvilt", "kvilt, imatrix")}
-            in_llama(options.llama, "llama_quantize", str(options.model), str(files["llama.cpp"]), FILE_TYPES[name])
-            for kind in ("kvilt", "kvilt, imatrix"):
-                matrix = ["--imatrix", str(QUESTIONS)] if "," in kind else []
-                command = [sys.executable, "-m", "kvilt", "quantize", str(options.model), str(files[kind])]
-                subprocess.run([*command, "--type", name, *matrix], check=True, capture_output=True)
+            in_llama(options.llama, "llama_quantize", str(source), str(files["llama.cpp"]), FILE_TYPES[name])
+            quantize(source, {kind: file for kind, file in files.items() if kind != "llama.cpp"}, name, known)
             theirs = None
             for kind, file in files.items():
                 found = perplexity(file, options.chunks)
