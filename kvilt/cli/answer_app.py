@@ -29,6 +29,7 @@ def run(
     ] = None,
     template_option: opt.TemplateOption = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of streaming text.")] = False,
+    attach: opt.Attach = True,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show all numbers.")] = False,
     *,
     sampling: dict[str, Any],
@@ -39,6 +40,12 @@ def run(
 ) -> None:
     """Answer one prompt: text to stdout, one line of numbers to stderr. Without one, a terminal gets a chat."""
     with exit_on_error():
+        plain = opt.STORE.is_default(store) and opt.GRAMMAR.is_default(grammar) and not any((lora, document, verbose))
+        if attach and plain and not json and not template_option and prompt != "-":
+            from .attached_run import answer_attached
+
+            if answer_attached(prompt, model, system, raw, sampling, {**config, **drafts}):
+                return
         from .run import RunRequest, answer, opens_chat, read_grammar
 
         usual = opt.STORE.is_default(store) and opt.GRAMMAR.is_default(grammar) and sampling["n"] == 1
@@ -70,6 +77,7 @@ def chat(
     saved: Annotated[str, typer.Option("--load", metavar="NAME", help="Continue a saved chat.")] = "",
     show_drafts: Annotated[bool, typer.Option("--show-drafts", help="Colour accepted draft tokens.")] = False,
     template_option: opt.TemplateOption = None,
+    attach: opt.Attach = True,
     *,
     sampling: dict[str, Any],
     drafts: dict[str, Any],
@@ -77,6 +85,17 @@ def chat(
 ) -> None:
     """Chat with a model; /help lists the commands."""
     with exit_on_error():
+        if attach and not saved and not show_drafts:
+            from .attached_chat import chat_attached
+            from .template_options import read_template_options
+
+            well = chat_attached(
+                model, system, sampling, {**config, **drafts}, read_template_options(template_option or ())
+            )
+            if well is not None:
+                if not well:
+                    raise typer.Exit(FAILURE)
+                return
         from .chat import chat as run_chat
 
         if not run_chat(model, system, saved, sampling, {**config, **drafts}, show_drafts, template_option or ()):

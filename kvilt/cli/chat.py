@@ -1,4 +1,4 @@
-"""`kvilt chat`: the loop that reads input, runs commands and answers, until the input ends."""
+"""`kvilt chat` with a model that is loaded here."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 from ..errors import ContextOverflow, KviltError, ParamError, PoolExhausted
 from . import chat_commands as commands
-from .chat_input import InputReader, PipeInput, TerminalInput, unquoted
+from .chat_input import InputReader, PipeInput, TerminalInput
+from .chat_loop import converse, plain_sentence
 from .chat_screen import Screen
 from .chat_session import ChatSession, count, history_file, numbers
 from .sampling import given_params
@@ -46,34 +47,13 @@ def chat(
 
 def _converse(session: ChatSession, screen: Screen, reader: InputReader) -> bool:
     """Run the loop; False if a command or a question failed."""
-    well, leaving = True, False
-    while True:
-        try:
-            _respond(session, screen, reader.read())
-            leaving = False
-        except EOFError:
-            return well
-        except KeyboardInterrupt:
-            if not screen.interactive:
-                raise
-            if leaving:
-                return well
-            leaving = True
-            screen.note("Ctrl+C again or Ctrl+D leaves")
-        except BrokenPipeError:
-            raise
-        except (KviltError, OSError) as error:
-            well = False
-            screen.complain(_sentence(error))
-
-
-def _respond(session: ChatSession, screen: Screen, text: str) -> None:
-    quoted = unquoted(text)
-    command = commands.parse(text) if quoted is None else None
-    if command is not None:
-        screen.note(commands.run(session, *command))
-    elif said := (text if quoted is None else quoted).strip():
-        _answer(session, screen, said)
+    return converse(
+        screen,
+        reader,
+        lambda name, rest: commands.run(session, name, rest),
+        lambda text: _answer(session, screen, text),
+        _sentence,
+    )
 
 
 def _answer(session: ChatSession, screen: Screen, text: str) -> None:
@@ -94,6 +74,4 @@ def _sentence(error: KviltError | OSError) -> str:
         )
     if isinstance(error, PoolExhausted):
         return f"{error}; in a chat, /undo or /clear does that"
-    if isinstance(error, OSError):
-        return f"{error.strerror or error}" + (f" ({error.filename})" if error.filename else "")
-    return str(error)
+    return plain_sentence(error)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,8 +12,6 @@ from ..errors import InputError
 from .chat_session import ChatSession, count, mebibytes, names, size, statistics
 
 T = TypeVar("T")
-# Letters only, so that a question may start with a path.
-_COMMAND = re.compile(r"/([a-z]+)(?:\s+(.*))?", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +21,6 @@ class Command:
     usage: str
     does: str
     run: Callable[[ChatSession, str], str]
-
-
-def parse(text: str) -> tuple[str, str] | None:
-    """The name and the argument of a command; None for other text."""
-    found = _COMMAND.fullmatch(text.strip())
-    return None if found is None else (found[1], (found[2] or "").strip())
 
 
 def run(session: ChatSession, name: str, rest: str) -> str:

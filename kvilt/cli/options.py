@@ -21,6 +21,12 @@ ClientKey = Annotated[
     str | None, typer.Option(help="Sent as a bearer token; other users see it. Better: KVILT_API_KEY.")
 ]
 ClientKeyFile = Annotated[str | None, typer.Option(metavar="FILE", help="A file whose first key is sent.")]
+Attach = Annotated[
+    bool,
+    typer.Option(
+        "--attach/--no-attach", help="Let a running `kvilt serve` of yours with the same model answer, if there is one."
+    ),
+]
 TemplateOption = Annotated[
     list[str] | None,
     typer.Option(

@@ -25,6 +25,7 @@ from kvilt import LLM, SamplingParams
 from kvilt.cli import chat, chat_session
 from kvilt.cli import chat_commands as commands
 from kvilt.cli.chat_input import PipeInput, is_open, unquoted
+from kvilt.cli.chat_loop import parse
 from kvilt.cli.chat_screen import Screen, printable
 from kvilt.cli.chat_session import ChatSession
 from kvilt.config import RunConfig
@@ -266,7 +267,7 @@ Do = Callable[[str], str]
 @pytest.fixture
 def do(session: ChatSession) -> Do:
     def run(line: str) -> str:
-        command = commands.parse(line)
+        command = parse(line)
         assert command is not None
         return commands.run(session, *command)
 
@@ -400,10 +401,10 @@ def test_help_names_every_command(do: Do) -> None:
 
 
 def test_a_slash_makes_a_command_only_before_a_word() -> None:
-    assert commands.parse(" /save  a b ") == ("save", "a b")
-    assert commands.parse("/usr/bin/env does what?") is None
-    assert commands.parse("/ what?") is None
-    assert commands.parse("what is /save?") is None
+    assert parse(" /save  a b ") == ("save", "a b")
+    assert parse("/usr/bin/env does what?") is None
+    assert parse("/ what?") is None
+    assert parse("what is /save?") is None
 
 
 @pytest.mark.parametrize(

@@ -230,6 +230,7 @@ class GenerationRequest(RequestModel):
     draft_tokens: Annotated[int, Field(ge=0, le=MAX_DRAFT_TOKENS)] | None = Field(
         None, description="Maximum number of draft tokens; 0 is off. Changes no token."
     )
+    repetition_detection: bool | None = Field(None, description="End an answer that repeats itself; off by default.")
     lora_scale: LoraScale | None = Field(
         None, description="Scale of the adapter that is named as the model; 1 by default."
     )

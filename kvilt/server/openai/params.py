@@ -52,6 +52,7 @@ _SAME = (
     "ignore_eos",
     "include_stop_str_in_output",
     "draft_tokens",
+    "repetition_detection",
 )
 
 

@@ -209,7 +209,7 @@ class ChatChoice(ResponseModel):
     index: int
     message: AnswerMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length", "tool_calls"]
+    finish_reason: Literal["stop", "length", "tool_calls", "repetition"]
     kv: KVHandle | None = None
 
 
@@ -241,7 +241,7 @@ class TextChoice(ResponseModel):
     index: int
     text: str
     logprobs: TextLogprobs | None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "repetition"]
     kv: KVHandle | None = None
 
 
