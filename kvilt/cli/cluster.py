@@ -13,9 +13,9 @@ from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
 from ..config import DEFAULT_MODEL
-from ..errors import InputError, KviltError, Unsupported
+from ..errors import InputError, KviltError, ParamError, Unsupported
 from .options import ENGINE, RUNTIME, SERVER, STORE
-from .serve import check_port, serve, serve_config
+from .serve import check_port, owner_weights, serve, serve_config
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -36,29 +36,35 @@ _NOT_OFFERED = {
 
 def up(
     model: str,
-    replicas: int,
+    size: dict[str, Any],
     address: str | None,
     options: dict[str, Any],
     engine: dict[str, Any],
     store: dict[str, Any],
     config: dict[str, Any],
 ) -> None:
-    """Start a cluster. On a Ray cluster of its own it runs until a signal or `down`; elsewhere it stays."""
+    """Start a cluster. On a Ray cluster of its own it runs until a signal or `down`; elsewhere it stays.
+
+    `size` has the fields of a plan about its numbers of replicas and doors.
+    """
     cluster = _ray()
-    plan = plan_of(model, replicas, options, engine, store, config, local=address is None)
+    plan = plan_of(model, size, options, engine, store, config, local=address is None)
     settings = plan.config
-    check_port("port", settings.host, settings.port)
+    if address is None:  # elsewhere a cluster may run already, whose replicas are replaced
+        for number in range(plan.doors):
+            check_port("port", settings.host, settings.port + number if settings.port else 0)
     cluster.join_ray(address)
-    port = cluster.up(plan)
+    ports = cluster.up(plan)
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    print(f"{replicas} replicas of {settings.names[0]} are served at http://{host}:{port}", file=sys.stderr, flush=True)
+    where = " and ".join(f"http://{host}:{port}" for port in ports)
+    print(f"{plan.replicas} replicas of {settings.names[0]} are served at {where}", file=sys.stderr, flush=True)
     if address is None:
         _until_signal(cluster)
 
 
 def plan_of(
     model: str,
-    replicas: int,
+    size: dict[str, Any],
     options: dict[str, Any],
     engine: dict[str, Any],
     store: dict[str, Any],
@@ -70,8 +76,31 @@ def plan_of(
     on_gpu = str(config.get("device") or "").startswith("cuda")
     start = partial(serve_replica, model, options, engine, store, config)
     settings = serve_config(model, options, store["store"])
-    made: ClusterPlan = _ray().ClusterPlan(model, settings, start, replicas, 1.0 if on_gpu else 0.0, local)
+    weights = owner_weights(options["api_key_file"])
+    gpus = 1.0 if on_gpu else 0.0
+    made: ClusterPlan = _ray().ClusterPlan(
+        model, settings, start, **checked_size(**size), weights=weights, gpus=gpus, local=local
+    )
     return made
+
+
+def checked_size(
+    replicas: int | None = None,
+    least: int | None = None,
+    most: int | None = None,
+    prefill_replicas: int = 0,
+    doors: int = 1,
+) -> dict[str, Any]:
+    """Numbers of replicas and doors that fit each other."""
+    if (least is None) != (most is None):
+        raise ParamError("min", "stands beside --max: give both, or --replicas")
+    if least is not None and most is not None:
+        if replicas is not None:
+            raise ParamError("replicas", "is fixed; give it, or --min and --max")
+        if least > most:
+            raise ParamError("min", f"must not be above --max, which is {most}")
+    start = replicas or least or 2
+    return {"replicas": start, "least": least, "most": most, "prefill_replicas": prefill_replicas, "doors": doors}
 
 
 def default_plan(model: str = DEFAULT_MODEL, replicas: int = 2, local: bool = False, **given: Any) -> ClusterPlan:
@@ -82,7 +111,7 @@ def default_plan(model: str = DEFAULT_MODEL, replicas: int = 2, local: bool = Fa
     if wrong := sorted(given.keys() - known):
         raise InputError(f"{wrong[0]!r} is no option of kvilt serve")
     options, engine, store, config = ({name: given.get(name, group[name]) for name in group} for group in groups)
-    return plan_of(model, replicas, options, engine, store, config, local)
+    return plan_of(model, {"replicas": replicas}, options, engine, store, config, local)
 
 
 def serve_replica(

@@ -15,6 +15,13 @@ _RayAddress = Annotated[
     str | None, typer.Option("--ray", metavar="ADDRESS", help="A Ray cluster that runs already, or auto.")
 ]
 
+_Replicas = Annotated[int | None, typer.Option(min=1, max=4096, help="Number of engine replicas; 2 by default.")]
+_Least = Annotated[int | None, typer.Option("--min", min=1, max=4096, help="With --max: as many as the load needs.")]
+_Most = Annotated[int | None, typer.Option("--max", min=1, max=4096, help="The most replicas under load.")]
+_PrefillReplicas = Annotated[
+    int, typer.Option(min=0, max=4096, help="Replicas besides these that compute long prompts for them.")
+]
+
 
 @clusters.command("up")
 @opt.with_options(
@@ -26,7 +33,11 @@ _RayAddress = Annotated[
 )
 def cluster_up(
     model: opt.Model = opt.DEFAULT_MODEL,
-    replicas: Annotated[int, typer.Option(min=1, max=4096, help="Number of engine replicas.")] = 2,
+    replicas: _Replicas = None,
+    least: _Least = None,
+    most: _Most = None,
+    prefill_replicas: _PrefillReplicas = 0,
+    doors: Annotated[int, typer.Option(min=1, max=16, help="Doors, at ports one after the other.")] = 1,
     ray: _RayAddress = None,
     *,
     options: dict[str, Any],
@@ -39,7 +50,14 @@ def cluster_up(
     with exit_on_error():
         from .cluster import up
 
-        up(model, replicas, ray, options, engine, store, {**config, **drafts})
+        size = {
+            "replicas": replicas,
+            "least": least,
+            "most": most,
+            "prefill_replicas": prefill_replicas,
+            "doors": doors,
+        }
+        up(model, size, ray, options, engine, store, {**config, **drafts})
 
 
 @clusters.command("status")

@@ -10,9 +10,9 @@ import asyncio
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import aiohttp
@@ -20,26 +20,39 @@ import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ..errors import InputError
+from ..errors import InputError, QueueFull
+from ..kv.owner import owner_of
 from ..metrics import Metrics
 from ..server.app import StaticFiles, error_shape
 from ..server.auth import Caller, check_metrics
 from ..server.config import ServeConfig
 from ..server.files.routes import UPLOAD_PATH
-from ..server.http.errors import SHAPE, HTTPError
+from ..server.http.errors import SHAPE, HTTPError, http_error_of
 from ..server.http.middleware import RequestMiddleware
 from ..server.metrics import CONTENT_TYPE, SERVER_METRICS, prometheus_text
 from ..server.sessions.fields import IMPORT_PATH
 from ..text.tokenizer import Tokenizer
 from .cluster_key import ClusterKey
 from .exchange_client import ExchangeClient
-from .forward import Body, ReplicaAnswer, ReplicaGone, fetch, forward, request_headers, until_disconnect
+from .fair_queue import FairQueue
+from .forward import (
+    Body,
+    ReplicaAnswer,
+    ReplicaGone,
+    WatchedClient,
+    fetch,
+    forward,
+    request_headers,
+    until_disconnect,
+    until_gone,
+)
 from .replica_set import ReplicaInfo, ReplicaSet
-from .request_hints import RequestHints, RequestTarget, name_parts, new_names, page_span, request_hints
-from .router import Prompt, Router, Ticket
+from .request_hints import GENERATING, RequestHints, RequestTarget, name_parts, new_names, page_span, request_hints
+from .router import Router, Ticket
 from .status import cluster_status, labelled
 
 _ATTEMPTS = 3
+_PREFILL_S = 60.0  # that a prefill elsewhere may take at least
 _STREAMED = frozenset({UPLOAD_PATH, IMPORT_PATH})  # bodies that pass through without being held, and are sent once
 _EVERYWHERE = frozenset({"/reset_prefix_cache", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 _MERGED = frozenset({"/v1/kv", "/v1/sessions"})
@@ -69,9 +82,18 @@ class DoorService:
 class Door:
     """Requests in, replicas behind. Belongs to the event loop that opens it."""
 
-    def __init__(self, config: ServeConfig, router: Router, tokenizer: Tokenizer | None, key: ClusterKey) -> None:
+    def __init__(
+        self,
+        config: ServeConfig,
+        router: Router,
+        tokenizer: Tokenizer | None,
+        key: ClusterKey,
+        weights: Mapping[str, float] | None = None,
+    ) -> None:
+        """`weights` of API keys by tenant; one that is not named weighs 1."""
         self.service = DoorService(config)
-        self.router, self.replicas = router, ReplicaSet(router)
+        self.router, self.replicas = router, ReplicaSet(router, lambda url: self._exchange.beats(url))
+        self.queue = FairQueue(weights)
         self.retries = 0
         self._tokenizer, self._key = tokenizer, key
         self._threads = ThreadPoolExecutor(2, "kvilt-door")
@@ -91,6 +113,10 @@ class Door:
         if self._http is not None:
             await self._http.close()
         self._threads.shutdown(wait=False)
+
+    def change_model(self, tokenizer: Tokenizer | None) -> None:
+        """Replicas of another model take the place of those that are there."""
+        self._tokenizer = tokenizer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The ASGI application."""
@@ -173,9 +199,34 @@ class Door:
     # One replica.
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
-        caller: Caller = scope.get("kvilt.caller", Caller())
         streamed = scope["path"] in _STREAMED and scope["method"] == "POST"
         body: Body = _pieces(receive) if streamed else await _read(receive)
+        if not isinstance(body, bytes) or scope["path"] not in GENERATING:
+            await self._answer(scope, receive, send, body)
+            return
+        async with self._turn(scope.get("kvilt.caller", Caller()), len(body), receive) as receive:
+            await self._answer(scope, receive, send, body)
+
+    @asynccontextmanager
+    async def _turn(self, caller: Caller, nbytes: int, receive: Receive) -> AsyncIterator[Receive]:
+        """Wait until a key may send one more request; a client that leaves meanwhile ends its own."""
+        started = asyncio.Event()
+        self.queue.room = max(1, sum(one.rows for one in self.replicas.all()))
+        try:
+            queued = self.queue.enter(owner_of(caller.tenant), nbytes, started.set)
+        except QueueFull as full:
+            raise http_error_of(full) from None
+        try:
+            watched = WatchedClient(receive)
+            if not await watched.or_gone(started):
+                raise HTTPError(400, "the client left before its request began", code="disconnected")
+            yield watched.receive
+        finally:
+            self.queue.leave(queued)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, body: Body) -> None:
+        caller: Caller = scope.get("kvilt.caller", Caller())
+        streamed = not isinstance(body, bytes)
         target = RequestTarget(scope["path"], scope.get("query_string", b""), caller)
         hints = await self._hints(target, body if isinstance(body, bytes) else b"")
         await self._find_home(hints.prompt.names)
@@ -213,27 +264,45 @@ class Door:
                 self.router.settle(name, ticket.replica)
 
         async def sent() -> None:
-            await self._move_kv(ticket, replica, hints.prompt)
-            await forward(self._session, _url(replica, scope), scope["method"], _headers(scope), body, send, seen)
+            await self._move_kv(ticket, replica, hints)
+            to = (_url(replica, scope), scope["method"], _headers(scope))
+            await forward(self._session, *to, body, send, seen, gone)
 
+        gone = self.replicas.gone(ticket.replica)
         work = asyncio.ensure_future(sent())
+        watching = asyncio.ensure_future(until_gone(work, gone))
         try:
             if isinstance(body, bytes):
                 await until_disconnect(work, receive)
             else:
                 await work
         finally:
+            watching.cancel()
             self.router.end(ticket)
 
-    async def _move_kv(self, ticket: Ticket, replica: ReplicaInfo, prompt: Prompt) -> None:
+    async def _move_kv(self, ticket: Ticket, replica: ReplicaInfo, hints: RequestHints) -> None:
         """Bring KV to the replica of a request first, where the router expects that to be faster than computing it."""
         source = None if ticket.source is None else self.replicas.get(ticket.source)
         if source is None:
             return
-        span = page_span(prompt, ticket.reach, replica.page_tokens)
+        if ticket.prefill is not None and not await self._prefilled(ticket.prefill, source, hints):
+            return
+        span = page_span(hints.prompt, ticket.reach, replica.page_tokens)
         expected_s = ticket.moved * replica.token_bytes / self.router.transfers.speed(time.monotonic())
         moved = await self._exchange.pull(replica.exchange, source.exchange, span, max(1.0, 3 * expected_s))
         self.router.moved(ticket, moved.nbytes if moved.tokens else 0, moved.seconds, time.monotonic())
+
+    async def _prefilled(self, ticket: Ticket, replica: ReplicaInfo, hints: RequestHints) -> bool:
+        """Let a replica compute a prompt for another one; whether it did."""
+        span = page_span(hints.prompt, len(hints.prompt.tokens), replica.page_tokens)
+        try:
+            limit_s = max(_PREFILL_S, 10 * ticket.expected_s)
+            done = await self._exchange.prefill(replica.exchange, span, hints.lora, limit_s)
+            if done:
+                self.router.first_token(ticket, time.monotonic())
+            return done
+        finally:
+            self.router.end(ticket)
 
     async def _hints(self, target: RequestTarget, body: bytes) -> RequestHints:
         read = (target, body, self._tokenizer, self.service.config, self.replicas.adapters())

@@ -40,6 +40,7 @@ class Exchange:
         self._out, self._in = asyncio.Semaphore(_AT_ONCE), asyncio.Semaphore(_AT_ONCE)
         self._runner: web.AppRunner | None = None
         self._http: aiohttp.ClientSession | None = None
+        self._stopping = False
         self.url = ""
         self.sent_bytes = self.taken_bytes = self.taken_tokens = 0
 
@@ -50,7 +51,7 @@ class Exchange:
         app.router.add_get(ALIVE, self._alive)
         for path, answer in ((PULL, self._pull), (PREFILL, self._prefill), (HOLDS, self._holds)):
             app.router.add_post(path, self._sealed(answer))
-        self._runner = web.AppRunner(app, access_log=None, handle_signals=False)
+        self._runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=_BEAT_S)
         await self._runner.setup()
         site = web.TCPSite(self._runner, self._host, 0)
         await site.start()
@@ -60,6 +61,7 @@ class Exchange:
 
     async def stop(self) -> None:
         """Close all sockets."""
+        self._stopping = True
         if self._http is not None:
             await self._http.close()
         if self._runner is not None:
@@ -96,9 +98,10 @@ class Exchange:
             raise web.HTTPForbidden(text="this message is not of this cluster") from None
         reply = web.StreamResponse()
         await reply.prepare(request)
-        while True:
+        while not self._stopping:
             await reply.write(b".")
             await asyncio.sleep(_BEAT_S)
+        return reply
 
     # Pages.
 

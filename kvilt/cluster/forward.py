@@ -10,9 +10,10 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import aiohttp
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 _HOP = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"te", b"trailer", b"upgrade", b"expect"})
 # The door's own middleware sets these on every answer.
@@ -82,8 +83,12 @@ async def forward(
     body: Body,
     send: Send,
     on_piece: Callable[[bytes, bool], None],
+    gone: asyncio.Event,
 ) -> None:
-    """Send a request on, and its answer back; `on_piece` sees each piece of it, and whether it has streamed tokens."""
+    """Send a request on, and its answer back; `on_piece` sees each piece of it, and whether it has streamed tokens.
+
+    A task that is cancelled after `gone` was set ends with ReplicaGone.
+    """
     began, kind, held = False, "", b""
     try:
         async with http.request(method, url, headers=headers, data=body, allow_redirects=False) as reply:
@@ -104,12 +109,53 @@ async def forward(
             await send({"type": "http.response.body", "body": held, "more_body": False})
     except (aiohttp.ClientError, ConnectionError, TimeoutError):
         raise ReplicaGone(began, kind) from None
+    except asyncio.CancelledError:
+        if gone.is_set():
+            raise ReplicaGone(began, kind) from None
+        raise
 
 
 def _is_opening(piece: bytes) -> bool:
     """Whether a stream begins so before its first token: with roles, or with the head of a message or response."""
     head = piece[:1024]
     return b'"role":"assistant","content":""' in head or b"message_start" in head or b"response.created" in head
+
+
+class WatchedClient:
+    """A client whose body was read: its messages can be waited for beside something else, and none is lost."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._next: asyncio.Future[Message] | None = None
+
+    async def or_gone(self, event: asyncio.Event) -> bool:
+        """Wait for an event; False where the client leaves before it."""
+        if event.is_set():
+            return True
+        waiting = asyncio.ensure_future(event.wait())
+        try:
+            while not event.is_set():
+                coming = self._next = self._next or asyncio.ensure_future(self._receive())
+                both: set[asyncio.Future[Any]] = {waiting, coming}
+                await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+                if coming.done():
+                    if coming.result()["type"] == "http.disconnect":
+                        return event.is_set()
+                    self._next = None
+            return True
+        finally:
+            waiting.cancel()
+
+    async def receive(self) -> Message:
+        """The client's next message."""
+        found, self._next = self._next, None
+        return await (self._receive() if found is None else found)
+
+
+async def until_gone(work: asyncio.Task[None], gone: asyncio.Event) -> None:
+    """Cancel a forwarded request when its replica is gone."""
+    await gone.wait()
+    work.cancel()
 
 
 async def until_disconnect(work: asyncio.Task[None], receive: Receive) -> None:

@@ -35,8 +35,8 @@ class _Served:
 class ReplicaThread:
     """Runs `start`, which serves until it is told to stop, and says what a router needs to know."""
 
-    def __init__(self, start: Callable[[OnReady], None], key: ClusterKey) -> None:
-        self._start, self._key = start, key
+    def __init__(self, start: Callable[[OnReady], None], key: ClusterKey, prefill_only: bool = False) -> None:
+        self._start, self._key, self._prefill_only = start, key, prefill_only
         self._served: _Served | None = None
         self._error: BaseException | None = None
         self._leaving = False
@@ -80,6 +80,9 @@ class ReplicaThread:
             exchange=self._served.exchange.url,
             version=version_of(executor),
             token_bytes=executor.layout.page_bytes / executor.layout.page_tokens,
+            prefill_only=self._prefill_only,
+            rows=listener.service.llm.config.step_sizes(executor.pool.device.type).max_rows,
+            running=listener.service.running,
         )
 
     def leave(self) -> ReplicaInfo:

@@ -39,7 +39,7 @@ _NAMED_PATH = re.compile(r"/v1/(?P<kind>kv|sessions|responses)/(?P<name>[^/]{1,2
 _PINNED = ("/v1/files", "/v1/batches")  # one replica keeps those of a key
 _NOT_NAMES = frozenset({"restore", "chunks", "saved", "state", "certificates", "import", "input_tokens"})
 _NEW_NAME = re.compile(rb'"id": ?"([0-9a-f]{32}|resp_[0-9a-f]{32})"')
-_GENERATES = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/api/chat", "/api/generate")
+GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/api/chat", "/api/generate")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ def request_hints(
     salt = salt if isinstance(salt, str) else None
     tenant = target.caller.salted(salt).tenant
     tokens: tuple[int, ...] = ()
-    if tokenizer is not None and target.path in _GENERATES:
+    if tokenizer is not None and target.path in GENERATING:
         with suppress(KviltError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
             tokens = request_prompt(fields, tokenizer).ids  # else the replica says what is wrong with it
     model = fields.get("model")

@@ -7,6 +7,7 @@ to know HTTP, Ray, sockets and clocks; times are given.
 
 from __future__ import annotations
 
+import hashlib
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -15,62 +16,16 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import InputError, ParamError
+from ..errors import InputError
 from ..server.kv_events.messages import KVEvent
 from .prefix_directory import MOST_SLOTS, PrefixDirectory
-from .prefix_hash import PrefixHasher, Tokens
+from .prefix_hash import PrefixHasher
+from .ticket import Prompt as Prompt
+from .ticket import RouterConfig as RouterConfig
+from .ticket import Ticket as Ticket
 from .transfer_speed import TransferSpeed
 
 Floats = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True)
-class RouterConfig:
-    """What a router assumes until it has measured, and how long it remembers."""
-
-    block_tokens: int = 32
-    prefill_tokens_per_s: float = 2000.0  # of a replica that has not answered yet
-    decode_tokens: float = 8.0  # work that a request in decoding puts before a prompt, in tokens of prefill
-    transfer_bytes_per_s: float = 2e8  # of KV between replicas, until it was measured
-    transfer_latency_s: float = 0.02  # of one transfer, however small
-    transfer_again_s: float = 30.0  # after so long without a transfer, the measured speed is not believed any more
-    work: float = 3.0  # part of the seconds of computing that is added to a score: requests behind it wait for them
-    tie: float = 0.05  # scores that differ by less than this part are equal, and the load decides
-    expected_s: float = 10.0  # how long a request counts as having left its prompt's KV, before an event says so
-    most_named: int = 1 << 20  # handles, sessions and documents
-
-    def __post_init__(self) -> None:
-        if self.prefill_tokens_per_s <= 0 or self.expected_s <= 0 or self.block_tokens < 1:
-            raise ParamError("router", "speeds, times and block sizes are above 0")
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """What decides where a request goes."""
-
-    tokens: Tokens = ()
-    adapter: str | None = None
-    salt: str = ""
-    names: tuple[str, ...] = ()  # handles and sessions that it begins with: their home serves it while it lives
-    documents: tuple[tuple[str, int], ...] = ()  # hash and number of tokens of each
-
-
-@dataclass(slots=True, eq=False)
-class Ticket:
-    """A request on its way through a replica; the caller reports its first token and its end."""
-
-    replica: str
-    slot: int
-    tokens: int  # to compute
-    cached: int  # of the prompt, expected to be there
-    ahead: float  # tokens of work before it
-    began_s: float
-    expected_s: float  # to its first token
-    source: str | None = None  # the replica whose KV it takes first
-    moved: int = 0  # tokens of it
-    reach: int = 0  # tokens of the prompt that are there when that is done
-    started: bool = False
-    ended: bool = False
 
 
 @dataclass(slots=True)
@@ -107,7 +62,10 @@ class Router:
         self._alive = 0  # bits
         self._s_per_token: Floats = np.zeros(0)
         self._backlog: Floats = np.zeros(0)  # tokens of work, of requests without a first token and of those with one
+        self._decoding: Floats = np.zeros(0)  # requests with a first token
         self._closed: Floats = np.zeros(0)  # infinite for slots without a replica
+        self._apart: Floats = np.zeros(0)  # infinite for replicas that only compute prompts for others
+        self._suspect: Floats = np.zeros(0)  # infinite for those that may be gone
         self._expected = _Expected()
         self._homes: OrderedDict[str, int] = OrderedDict()
         self._documents: OrderedDict[str, int] = OrderedDict()  # bits of slots by hash
@@ -122,8 +80,11 @@ class Router:
         """The names of all replicas that requests may go to."""
         return list(self._slots)
 
-    def add(self, replica: str, version: str = "") -> None:
-        """Requests may go to this replica from now on; KV moves only while all replicas have one version."""
+    def add(self, replica: str, version: str = "", prefill_only: bool = False) -> None:
+        """Requests may go to this replica from now on; KV moves only while all replicas have one version.
+
+        A replica with `prefill_only` computes prompts, which others go on with.
+        """
         if replica in self._slots:
             return
         slot = next(at for at in range(MOST_SLOTS + 1) if at not in self._names)
@@ -135,7 +96,8 @@ class Router:
         self._alive |= 1 << slot
         measured = self._s_per_token[self._closed == 0]
         self._s_per_token[slot] = measured.mean() if len(measured) else 1 / self.config.prefill_tokens_per_s
-        self._backlog[slot] = self._closed[slot] = 0.0
+        self._backlog[slot] = self._decoding[slot] = self._closed[slot] = self._suspect[slot] = 0.0
+        self._apart[slot] = np.inf if prefill_only else 0.0
 
     def remove(self, replica: str) -> None:
         """The replica is gone, and all that it had with it."""
@@ -152,11 +114,19 @@ class Router:
         for name, slots in list(self._documents.items()):
             self._documents[name] = slots & ~(1 << slot)
 
+    def suspect(self, replica: str, doubtful: bool) -> None:
+        """A replica may be gone, or is back: it keeps what it has, but requests go to others where there are any."""
+        if replica in self._slots:
+            self._suspect[self._slots[replica]] = np.inf if doubtful else 0.0
+
     def _grow(self, count: int) -> None:
         more = count - len(self._closed)
         if more > 0:
             self._s_per_token = np.append(self._s_per_token, np.zeros(more))
             self._backlog = np.append(self._backlog, np.zeros(more))
+            self._decoding = np.append(self._decoding, np.zeros(more))
+            self._apart = np.append(self._apart, np.zeros(more))
+            self._suspect = np.append(self._suspect, np.zeros(more))
             self._closed = np.append(self._closed, np.full(more, np.inf))
 
     # What replicas have.
@@ -193,25 +163,68 @@ class Router:
 
     def route(self, prompt: Prompt, now_s: float, avoid: Iterable[str] = ()) -> Ticket:
         """The replica for a request. `avoid` are those that failed it before; InputError where none is left."""
+        closed = self._closed_to(avoid)
+        keys = self.hasher.keys(prompt.tokens, self.hasher.scope(prompt.adapter, prompt.salt))
+        held = self._held(keys)
+        cached = self._cached(held, keys, now_s)
+        moves = self._moves(np.where(np.isinf(closed), 0.0, held), cached, now_s)
+        compute = self._to_compute(prompt, cached + moves.tokens)
+        apart = self._apart if np.isfinite(closed + self._apart).any() else np.zeros(len(closed))
+        scores = (self._backlog + compute * (1 + self.config.work)) * self._s_per_token + moves.seconds + closed + apart
+        slot = self._choice(prompt, scores, compute)
+        source, moved, moving_s = moves.source, float(moves.tokens[slot]), float(moves.seconds[slot])
+        computed = None
+        if self._apart.any():
+            computed = self._prefill_elsewhere(prompt, slot, cached, float(compute[slot]), moving_s, closed, now_s)
+        if computed is not None:
+            size = self.config.block_tokens
+            whole = (len(prompt.tokens) - 1) // size * size
+            source, moved = computed.slot, whole - float(cached[slot])
+            moving_s = self._seconds_to_move(moved, now_s)
+            compute[slot] = max(1.0, len(prompt.tokens) - whole)
+        ticket = self._ticket(prompt, keys, slot, int(cached[slot]), float(compute[slot]), now_s)
+        if moved:
+            ticket.source, ticket.moved, ticket.prefill = self._names[source], int(moved), computed
+            ticket.expected_s += moving_s + (0.0 if computed is None else computed.expected_s)
+        ticket.reach = ticket.cached + ticket.moved
+        return ticket
+
+    def _closed_to(self, avoid: Iterable[str]) -> Floats:
+        """Infinite for each replica that a request cannot go to; InputError where none is left."""
         closed = self._closed
         if avoided := [self._slots[name] for name in avoid if name in self._slots]:
             closed = closed.copy()
             closed[avoided] = np.inf
         if not len(closed) or np.isinf(closed).all():
             raise InputError("no replica is there that could take the request")
-        keys = self.hasher.keys(prompt.tokens, self.hasher.scope(prompt.adapter, prompt.salt))
-        held = self._held(keys)
-        cached = self._cached(held, keys, now_s)
-        moves = self._moves(np.where(np.isinf(closed), 0.0, held), cached, now_s)
-        compute = self._to_compute(prompt, cached + moves.tokens)
-        scores = (self._backlog + compute * (1 + self.config.work)) * self._s_per_token + moves.seconds + closed
-        slot = self._choice(prompt, scores, compute)
-        ticket = self._ticket(prompt, keys, slot, int(cached[slot]), float(compute[slot]), now_s)
-        if moves.tokens[slot]:
-            ticket.source, ticket.moved = self._names[moves.source], int(moves.tokens[slot])
-            ticket.expected_s += float(moves.seconds[slot])
-        ticket.reach = ticket.cached + ticket.moved
-        return ticket
+        sure = closed + self._suspect
+        return closed if np.isinf(sure).all() else sure
+
+    def _prefill_elsewhere(
+        self, prompt: Prompt, slot: int, cached: Floats, compute: float, moving_s: float, closed: Floats, now_s: float
+    ) -> Ticket | None:
+        """A ticket at a replica that only computes prompts, if its KV is expected earlier than if `slot` computed it.
+
+        Computing beside requests that decode counts more: each of them waits for it.
+        """
+        if not self.token_bytes or len(set(self._versions.values())) != 1 or self.transfers.resting(now_s):
+            return None
+        tokens, speed = len(prompt.tokens), self._s_per_token
+        here_s = moving_s + compute * speed[slot] * (1 + self.config.interference * self._decoding[slot])
+        here_s += self._backlog[slot] * speed[slot]
+        only = np.where(np.isinf(self._apart), 0.0, np.inf) + closed
+        work = np.maximum(tokens - cached, 1.0)
+        there_s = (self._backlog + work) * speed + only
+        best = int(there_s.argmin())
+        if best == slot or there_s[best] + self._seconds_to_move(tokens - cached[slot], now_s) >= here_s:
+            return None
+        ahead = float(self._backlog[best])
+        self._backlog[best] += int(work[best])
+        expected_s = float(there_s[best])
+        return Ticket(self._names[best], best, int(work[best]), int(cached[best]), ahead, now_s, expected_s)
+
+    def _seconds_to_move(self, tokens: float, now_s: float) -> float:
+        return tokens * self.token_bytes / self.transfers.speed(now_s) + self.config.transfer_latency_s
 
     def _held(self, keys: list[int]) -> Floats:
         """How many tokens of the prompt each replica has by its events."""
@@ -260,6 +273,10 @@ class Router:
             home = self._homes.get(name)
             if home is not None and np.isfinite(scores[home]):
                 return home
+        if prompt.names and self.config.doors > 1:
+            # Another door may be asked for the same name now. Both must choose alike, whatever each of them knows.
+            open_slots = [int(slot) for slot in np.flatnonzero(np.isfinite(scores))]
+            return max(open_slots, key=lambda slot: _rank(prompt.names[0], self._names[slot]))
         best = scores.min()
         equal = np.flatnonzero(scores <= best * (1 + self.config.tie))
         if len(equal) == 1:
@@ -302,6 +319,7 @@ class Router:
             return
         ticket.started = True
         self._backlog[ticket.slot] += self.config.decode_tokens - ticket.tokens
+        self._decoding[ticket.slot] += 1
         work = ticket.tokens + ticket.ahead
         if work >= self.config.block_tokens:
             share = min(0.3, work / 4096)
@@ -316,12 +334,18 @@ class Router:
         if self._names.get(ticket.slot) == ticket.replica:
             work = self.config.decode_tokens if ticket.started else ticket.tokens
             self._backlog[ticket.slot] = max(0.0, self._backlog[ticket.slot] - work)
+            self._decoding[ticket.slot] -= ticket.started
 
     def load(self) -> dict[str, tuple[float, float]]:
         """For each replica its backlog in tokens, and how many tokens it computes in a second."""
         return {
             name: (float(self._backlog[slot]), float(1 / self._s_per_token[slot])) for name, slot in self._slots.items()
         }
+
+
+def _rank(name: str, replica: str) -> bytes:
+    """Of the replicas that are there, the one with the highest rank gets a name."""
+    return hashlib.blake2b(f"{len(name)} {name} {replica}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
 
 
 def _slots_of(bits: int) -> npt.NDArray[np.int64] | int:

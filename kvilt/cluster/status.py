@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Any
 
@@ -28,9 +29,19 @@ def cluster_status(router: Router, replicas: ReplicaSet, retries: int) -> dict[s
                 "backlog_tokens": round(backlog),
                 "prefill_tokens_per_s": round(speed),
                 "adapters": sorted(info.adapters),
+                "version": info.version,
+                "prefill_only": info.prefill_only,
             }
         )
-    return {"object": "cluster", "replicas": shown, "block_tokens": router.config.block_tokens, "retries": retries}
+    transfers = router.transfers
+    return {
+        "object": "cluster",
+        "replicas": shown,
+        "block_tokens": router.config.block_tokens,
+        "retries": retries,
+        "transfers": {"count": transfers.count, "failed": transfers.failed, "bytes": transfers.moved_bytes},
+        "door_pid": os.getpid(),
+    }
 
 
 def labelled(text: str, replica: str) -> str:

@@ -115,6 +115,11 @@ class Service:
             if self._in_progress == 0:
                 self._idle.set()
 
+    @property
+    def running(self) -> int:
+        """How many requests are in progress."""
+        return self._in_progress
+
     async def idle(self, timeout_s: float) -> bool:
         """Wait until no request is in progress; False after `timeout_s`."""
         try:

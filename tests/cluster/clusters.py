@@ -121,11 +121,11 @@ def joined(cluster: Cluster, name: str, model: Path, tokenizer: Tokenizer, **mor
 
 
 @contextmanager
-def opened_door(tokenizer: Tokenizer) -> Iterator[Cluster]:
+def opened_door(tokenizer: Tokenizer, **router: Any) -> Iterator[Cluster]:
     box: list[Cluster] = []
 
     async def life() -> None:
-        door = Door(ServeConfig(**KEYS), Router(RouterConfig()), tokenizer, CLUSTER_KEY)
+        door = Door(ServeConfig(**KEYS), Router(RouterConfig(**router)), tokenizer, CLUSTER_KEY)
         server = DoorServer(door)
         task = asyncio.ensure_future(server.run_door())
         while not server.started:

@@ -313,3 +313,46 @@ async def _until(true: Any) -> None:
     async with asyncio.timeout(60):
         while not true():
             await asyncio.sleep(0.005)
+
+
+# Prefill and decode apart.
+
+
+def test_a_long_prompt_is_computed_apart_where_that_pays() -> None:
+    one = router(2, transfer_bytes_per_s=100 * SPEED * 8, transfer_latency_s=0.001, interference=0.5)
+    one.token_bytes = 8.0
+    one.add("p", prefill_only=True)
+    short = one.route(Prompt([1, 2, 3]), 0.0)
+    assert short.replica != "p" and short.prefill is None  # not without requests that decode beside it
+    for ticket in [short, *(one.route(Prompt([5, n]), 0.0) for n in range(9))]:
+        assert ticket.replica != "p"
+        one.first_token(ticket, 0.1)
+    long = one.route(Prompt([*range(400), 7]), 1.0)
+    assert long.replica != "p" and long.prefill is not None
+    assert (long.prefill.replica, long.prefill.tokens) == ("p", 401)
+    assert (long.source, long.moved, long.reach, long.tokens) == ("p", 400, 400, 1)
+    again = one.route(Prompt([*range(400), 7, 8]), 1.0)  # the replica has it soon
+    assert (again.replica, again.prefill) == (long.replica, None)
+    one.end(long.prefill)
+    one.remove("r0")
+    one.remove("r1")
+    assert one.route(Prompt([1]), 2.0).replica == "p"  # better than nothing
+
+
+def test_doors_choose_alike_for_names_that_have_no_home() -> None:
+    left, right = router(5, doors=2), router(5, doors=2)
+    left.apply("r3", [stored([*range(40)])])  # what the other does not know yet
+    for n in range(20):
+        prompt = Prompt([*range(40)], names=(f"t sessions {n}",))
+        assert left.route(prompt, 0.0).replica == right.route(prompt, 0.0).replica
+
+
+def test_a_replica_that_may_be_gone_keeps_its_kv_but_gets_no_requests() -> None:
+    one = router(2)
+    one.apply("r1", [stored([*range(40)])])
+    one.suspect("r1", True)
+    assert one.route(Prompt([*range(40)]), 0.0).replica == "r0"
+    one.suspect("r0", True)
+    assert one.route(Prompt([*range(40)], salt="x"), 0.0) is not None  # all are in doubt: any is better than none
+    one.suspect("r1", False)
+    assert one.route(Prompt([*range(39), 99, 98]), 9.0).cached == 36
