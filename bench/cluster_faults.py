@@ -211,8 +211,7 @@ class Redis:
 
     def __init__(self, program: str, folder: Path) -> None:
         self.program, self.folder = program, folder
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.start()
 
     def start(self) -> None:
@@ -222,6 +221,12 @@ class Redis:
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port: int = free.getsockname()[1]
+        return port
 
 
 def replicas_of(url: str) -> int:
@@ -281,10 +286,10 @@ def main() -> None:
             stack.callback(redis.kill)
             same += ["--store-redis", f"redis://127.0.0.1:{redis.port}/0"]
         up = [*kvilt, "cluster", "up", "--replicas", str(options.replicas), *same]
-        url = stack.enter_context(started([*up, "--port", "0"], folder / "up.log"))
+        up += ["--port", str(free_port())]  # the same after the door was started again
+        url = stack.enter_context(started(up, folder / "up.log"))
         run = Run(url, requests, options.requests)
-        port = url.rpartition(":")[2]
-        faults = Faults(run, kinds, redis, [*up, "--port", port, "--ray", "auto"])
+        faults = Faults(run, kinds, redis, [*up, "--ray", "auto"])
         breaking = threading.Thread(target=faults.go, daemon=True)
         breaking.start()
         with ThreadPoolExecutor(options.clients) as threads:
