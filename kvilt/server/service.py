@@ -99,8 +99,9 @@ class Service:
         for kind, (running, waiting) in self.llm.offload.load().items():
             self.metrics.set(OFFLOAD_RUNNING, running, kind=kind)
             self.metrics.set(OFFLOAD_WAITING, waiting, kind=kind)
-        documents = self.llm.documents.metrics
-        counted = [self.llm.engine.metrics, self.metrics, *([documents] if documents else [])]
+        counted = [self.llm.engine.metrics, self.llm.executor.metrics, self.metrics]
+        if (documents := self.llm.documents.metrics) is not None:
+            counted.append(documents)
         return "".join(prometheus_text(one, self.model) for one in counted)
 
     @contextmanager

@@ -37,6 +37,7 @@ def test_every_number_is_there_under_both_names(server: Running) -> None:
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
     lines = answer.text.splitlines()
     assert all(line.startswith("#") or SAMPLE.fullmatch(line) for line in lines)
+    assert int(re.findall(r"^kvilt_computed_tokens_total (\d+)$", answer.text, re.MULTILINE)[0]) > 0  # of the executor
     for name in THEIRS:
         ours = [line for line in lines if re.match(rf"kvilt_{name}[ {{]", line)]
         theirs = [line for line in lines if re.match(rf'vllm:{name}{{.*model_name="tiny"', line)]
