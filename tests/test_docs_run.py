@@ -35,6 +35,14 @@ def test_the_page_about_chats_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert (tmp_path / "berlin.json").exists()
 
 
+def test_the_first_steps_run(smollm2_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    del smollm2_path
+    (program,) = blocks("docs/first_steps.md")
+    exec(program, {"__name__": "first_steps"})
+    said = capsys.readouterr().out
+    assert re.search(r"Who writes the parser\? .* [1-9]\d*\n", said)  # tokens that came from the cache
+
+
 def test_the_first_example_of_the_readme_is_a_program_that_runs_in_ci() -> None:
     program = (HERE / "examples" / "fork.py").read_text(encoding="utf-8")
     assert program.endswith(f'"""\n\n{blocks("README.md")[0]}')
