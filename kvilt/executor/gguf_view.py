@@ -5,8 +5,10 @@ What GGUF would mean is read back and compared with the checkpoint: a model that
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from fnmatch import fnmatchcase
+from math import prod
 from types import MappingProxyType
 from typing import Any, Self
 
@@ -15,64 +17,83 @@ from torch import Tensor
 
 from ..errors import Unsupported, WeightError
 from ..models.assemble import read_spec
-from ..models.families.registry import recognise
-from ..models.spec import AttentionSpec, FeedForwardSpec, ModelSpec, RopeSpec, each_attention
-from ..quant.tensor import QuantTensor, Weight
+from ..models.families.family import CheckpointDialect
+from ..models.families.registry import FAMILIES, recognise
+from ..models.gguf_fields import gguf_metadata, rope_tensors
+from ..models.parts import PartReader, PartWriter, Recipe, recipes
+from ..models.rope import frequencies, magnitude
+from ..models.spec import LongScaling, ModelSpec, RopeSpec
+from ..quant.tensor import Weight
 from ..text.gguf_vocabulary import gguf_vocabulary
 from ..weights.gguf import GGUFFile
 from ..weights.gguf_writer import stored_value
-from ..weights.source import GGUF, Checkpoint, TensorSource
+from ..weights.quantize import KEPT
+from ..weights.source import GGUF, Checkpoint
 from ..weights.tensor_storage import TensorStorage
 
-# Families whose layers are all alike, and hold no more than what the metadata below says.
-FAMILIES = ("llama", "qwen2", "qwen3")
+# Families that GGUF knows as another one.
+_KNOWN_AS: Mapping[str, str] = MappingProxyType({"mixtral": "llama"})
 _FLOATS: Mapping[torch.dtype, str] = MappingProxyType(
     {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 )
+_DIGITS = 5  # that must agree of numbers which GGUF keeps in 32 bits
+_SHOWN = 4
+_OTHER = "files of another kind would be read"
 
 
 class GGUFView:
     """The tensors of a Hugging Face checkpoint as llama.cpp's converter would write them."""
 
     def __init__(
-        self, source: Checkpoint, metadata: Mapping[str, Any], names: Mapping[str, str], paired: Mapping[str, int]
+        self, writer: PartWriter, made: Mapping[str, Recipe], added: Mapping[str, Tensor], metadata: Mapping[str, Any]
     ) -> None:
-        """`names` are those of GGUF to the checkpoint's; parts that are `paired` are reordered, with so many heads."""
+        """`made` are the tensors that come from the checkpoint, `added` those that follow from its config."""
         self.metadata = metadata
-        self._tensors: TensorSource = source.tensors
-        self._names = names
-        self._paired = paired
+        self._writer = writer
+        self._recipes = made
+        self._added = added
+        self._tensors = writer.reader.checkpoint.tensors
 
     def renamed(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What is known by the checkpoint's names, by those of GGUF."""
-        return {name: values[own] for name, own in self._names.items() if own in values}
+        """What is known of matrices by the checkpoint's names, by those of GGUF: [matrices, columns] each."""
+        found = {}
+        for name, recipe in self._recipes.items():
+            known = [values[one] for one in self._sources(recipe) if one in values]
+            if known and (not recipe.experts or len(known) == len(self._sources(recipe))):
+                found[name] = torch.cat(known) if recipe.experts and len(known) > 1 else known[0]
+        return found
 
     def raw_metadata(self) -> dict[str, bytes]:
         """The metadata as it is stored."""
         return {key: stored_value(value) for key, value in self.metadata.items()}
 
     def names(self) -> tuple[str, ...]:
-        return tuple(self._names)
+        return (*self._recipes, *self._added)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._tensors.shape(self._names[name])
+        return self._recipes[name].shape if name in self._recipes else tuple(self._added[name].shape)
 
     def storage(self, name: str) -> TensorStorage:
-        found = self._tensors.storage(self._names[name])
-        if len(self.shape(name)) > 1:
-            return found
-        return TensorStorage("F32", 4 * self.shape(name)[0])  # llama.cpp takes norms and biases as nothing else
+        shape = self.shape(name)
+        if len(shape) < 2 or any(fnmatchcase(name, one) for one in KEPT):
+            return TensorStorage("F32", 4 * prod(shape))  # llama.cpp takes norms, biases and routers as nothing else
+        stored = self._tensors.storage(self._sources(self._recipes[name])[0])
+        return TensorStorage(stored.format, prod(shape) * (4 if stored.format == "F32" else 2))
 
     def tensor(self, name: str) -> Weight:
-        found = self._tensors.tensor(self._names[name])
-        if isinstance(found, QuantTensor) or found.dtype not in _FLOATS:
-            raise Unsupported(f"{self._names[name]} is quantized; start from a checkpoint in F32, F16 or BF16")
-        for part, heads in self._paired.items():
-            found = _in_pairs(found, heads) if f".{part}." in name else found
-        return found.float() if found.dim() == 1 else found
+        if name in self._added:
+            return self._added[name]
+        found = self._writer.tensor(self._recipes[name])
+        return found.float() if self.storage(name).format == "F32" else found
 
     def forget(self, name: str) -> None:
-        self._tensors.forget(self._names[name])
+        for one in self._sources(self._recipes[name]) if name in self._recipes else ():
+            self._tensors.forget(one)
+
+    @property
+    def expected(self) -> ModelSpec:
+        """The spec that a reader of the file must find."""
+        return self._writer.spec
 
     def digest(self) -> str:
         return self._tensors.digest()
@@ -86,84 +107,83 @@ class GGUFView:
     def __exit__(self, *_: Any) -> None:
         self.close()
 
-
-def _in_pairs(rows: Tensor, heads: int) -> Tensor:
-    """Rows whose halves turn together, so that neighbours do."""
-    return rows.view(heads, 2, -1, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape).contiguous()
+    def _sources(self, recipe: Recipe) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(one for part in recipe.parts for one in self._writer.reader.sources(part)))
 
 
 def gguf_tensors(source: Checkpoint) -> GGUFFile | GGUFView:
     """The tensors and the metadata of a checkpoint as those of a GGUF file; of one that is, as they are."""
     if isinstance(source.tensors, GGUFFile):
         return source.tensors
-    family, spec = recognise(source).family, read_spec(source)
-    if family.name not in FAMILIES:
-        raise Unsupported(f"{family.name} cannot be written to GGUF yet; {', '.join(FAMILIES)} can")
-    dialect = next(one for one in family.dialects if one.kind == "gguf")
+    own, spec = recognise(source), read_spec(source)
     folder = source.path if source.path.is_dir() else source.path.parent
-    fields = _fields(spec, dialect.architectures[0], folder.name)
-    metadata = {**fields, **gguf_vocabulary(folder, spec.vocab_size)}
-    attention = spec.layers[0].attention
-    paired = {"attn_q": attention.heads, "attn_k": attention.kv_heads} if dialect.pairs_qk else {}
-    view = GGUFView(source, metadata, _names(source, spec), paired)
-    written = Checkpoint(source.path, GGUF, metadata, source.generation, view)
-    if _comparable(read_spec(written)) != _comparable(spec):
-        raise Unsupported(
-            "this model has settings that its kind of GGUF cannot hold, such as a window or a scaled rope"
-        )
-    return view
+    reader, refusals = PartReader.of(source, spec, own.dialect), []
+    for dialect in _dialects(own.family.name):
+        for architecture in dialect.architectures:
+            view, why = _viewed(reader, dialect, gguf_metadata(spec, architecture, folder.name))
+            if view is not None:
+                view.metadata = {**view.metadata, **gguf_vocabulary(folder, spec.vocab_size)}
+                return view
+            refusals.append(why)
+    what = f"{own.family.name} cannot be written to GGUF: that has no architecture of this kind"
+    # The shortest comes nearest: it has the fewest differences.
+    raise Unsupported(min((why for why in refusals if not why.endswith(_OTHER)), key=len, default=what))
 
 
-def _fields(spec: ModelSpec, architecture: str, name: str) -> dict[str, Any]:
-    attention, feed_forward = spec.layers[0].attention, spec.layers[0].feed_forward
-    if not isinstance(attention.rope, RopeSpec) or not isinstance(feed_forward, FeedForwardSpec):
-        raise WeightError("config", "asks for layers that this family does not have in GGUF")
-    own = {
-        "block_count": len(spec.layers),
-        "context_length": spec.context,
-        "embedding_length": spec.hidden_size,
-        "feed_forward_length": feed_forward.hidden,
-        "attention.head_count": attention.heads,
-        "attention.head_count_kv": attention.kv_heads,
-        "attention.key_length": attention.head_dim,
-        "attention.value_length": attention.head_dim,
-        "attention.layer_norm_rms_epsilon": float(spec.norm_eps),
-        "rope.dimension_count": attention.rope.dims,
-        "rope.freq_base": float(attention.rope.theta),
-        "vocab_size": spec.vocab_size,
-    }
-    return {
-        "general.architecture": architecture,
-        "general.type": "model",
-        "general.name": name,
-        **{f"{architecture}.{key}": value for key, value in own.items()},
-    }
+def _dialects(family: str) -> Iterator[CheckpointDialect]:
+    """How GGUF keeps models of a family."""
+    names = (family, _KNOWN_AS.get(family, family))
+    return (one for known in FAMILIES if known.name in names for one in known.dialects if one.kind == "gguf")
 
 
-def _names(source: Checkpoint, spec: ModelSpec) -> dict[str, str]:
-    """GGUF's names of all tensors to the checkpoint's, in the order of the layers."""
-    family = recognise(source).family
-    theirs, ours = recognise(source).dialect, next(one for one in family.dialects if one.kind == "gguf")
-    present, found = frozenset(source.tensors.names()), {}
-    for part in ("embedding", "norm", *(() if spec.tied_head else ("head",))):
-        found[ours.names[part]] = theirs.names[part]
-    for layer in range(len(spec.layers)):
-        for part in ours.names:
-            name = theirs.names[part].format(i=layer, e="") if part in theirs.names else ""
-            if "{i}" in ours.names[part] and name in present:
-                found[ours.name_of(layer, part)] = name
-    return found
+def _viewed(reader: PartReader, dialect: CheckpointDialect, metadata: dict[str, Any]) -> tuple[GGUFView | None, str]:
+    """The view in a dialect, or why there is none."""
+    source, architecture = reader.checkpoint, metadata["general.architecture"]
+    refused = f"GGUF files of {architecture} cannot hold this model"
+    try:
+        view = GGUFView(PartWriter(reader, dialect), recipes(reader.spec, dialect), rope_tensors(reader.spec), metadata)
+        written = Checkpoint(source.path, GGUF, metadata, source.generation, view)
+        if recognise(written).dialect is not dialect:
+            return None, f"{refused}: {_OTHER}"
+        writes = view.expected
+        differ = list(_differences(_plain(writes), _plain(read_spec(written))))
+    except (Unsupported, WeightError) as error:
+        return None, f"{refused}: {error}"
+    if differ:
+        return None, f"{refused}: {', '.join(dict.fromkeys(differ[:_SHOWN]))} would be lost"
+    return view, ""
 
 
-def _comparable(spec: ModelSpec) -> ModelSpec:
-    """Without what GGUF keeps in another order, or rounds to 32 bits."""
+def _plain(value: Any) -> Any:
+    """A spec as plain data, without what GGUF keeps in another order or rounds."""
+    match value:
+        case RopeSpec(scaling=LongScaling() as scaling):
+            return {"rope": (value.theta, value.dims, _plain(scaling), value.pairing, value.sections)}
+        case RopeSpec():
+            turns = [_rounded(one) for one in frequencies(value).tolist()]
+            return {"rope": (turns, _rounded(magnitude(value)), value.pairing, value.sections)}
+        case float():
+            return _rounded(value)
+        case tuple():
+            return tuple(_plain(one) for one in value)
+        case _ if is_dataclass(value):
+            own = {one.name: _plain(getattr(value, one.name)) for one in fields(value) if one.name != "family"}
+            return {"kind": type(value).__name__, **own}
+        case _:
+            return value
 
-    def plain(_layer: int, attention: AttentionSpec) -> AttentionSpec:
-        rope = attention.rope
-        if not isinstance(rope, RopeSpec):
-            return attention
-        theta = torch.tensor(rope.theta, dtype=torch.float32).item()
-        return replace(attention, rope=replace(rope, theta=theta, pairing="half"))
 
-    rounded = torch.tensor(spec.norm_eps, dtype=torch.float32).item()
-    return each_attention(replace(spec, norm_eps=rounded), plain)
+def _rounded(value: float) -> float:
+    return float(f"{value:.{_DIGITS}g}")
+
+
+def _differences(one: Any, other: Any, path: str = "") -> Iterator[str]:
+    """The names of what differs between two specs, without the numbers of layers."""
+    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+        for name in one:
+            yield from _differences(one[name], other[name], name if not path else f"{path}.{name}")
+    elif path == "layers" and len(one) == len(other):
+        for mine, theirs in zip(one, other, strict=True):
+            yield from _differences(mine, theirs, "layer")
+    elif one != other:
+        yield path or "the kind of model"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,11 +60,7 @@ def assemble(
 ) -> Decoder:
     """A decoder with this checkpoint's weights; raises a report if a tensor is missing, extra or misshapen."""
     dialect = recognise(checkpoint).dialect
-    present = frozenset(checkpoint.tensors.names())
-    needed = dict(_needed(spec, dialect, present))
-    found = match(needed, checkpoint.tensors, tuple(_ignored(spec, dialect)))
-    slices = {**dict(_slices(spec, dialect, present)), **dict(stream_slices(spec, dialect))}
-    loader = _Loader(checkpoint, found, slices, ops, dialect, spec, progress)
+    loader = _Loader(checkpoint, *locate(checkpoint, spec, dialect), ops, dialect, spec, progress)
     embedding = loader.weight("embedding")
     slots, streams = layout.slots(), spec.altup
     last = _scaled(loader.norm("norm"), spec.logit_scale)
@@ -83,13 +80,35 @@ def assemble(
     )
 
 
+class Located(NamedTuple):
+    """Where the parts of a model lie in a checkpoint, by our names."""
+
+    found: Mapping[str, str]  # tensors, and what the checkpoint calls them
+    slices: Mapping[str, FusedSlice | ExpertSlice]  # parts that are a share of a tensor
+
+
+def locate(checkpoint: Checkpoint, spec: ModelSpec, dialect: CheckpointDialect) -> Located:
+    """Find every tensor of a model; raises a report if one is missing, extra or misshapen."""
+    present = frozenset(checkpoint.tensors.names())
+    needed = dict(needed_tensors(spec, dialect, present))
+    found = match(needed, checkpoint.tensors, tuple(_ignored(spec, dialect)))
+    return Located(found, slices_of(spec, dialect, present))
+
+
+def slices_of(
+    spec: ModelSpec, dialect: CheckpointDialect, present: Container[str]
+) -> dict[str, FusedSlice | ExpertSlice]:
+    """The parts that are a share of a tensor; `present` are the checkpoint's tensors."""
+    return {**dict(_slices(spec, dialect, present)), **dict(stream_slices(spec, dialect))}
+
+
 def tensor_shapes(checkpoint: Checkpoint, present: Container[str] = ()) -> dict[str, tuple[int, ...]]:
     """The tensors that a model of this configuration needs, as its checkpoints call them.
 
     `present`: which of the names that only some checkpoints have are among them.
     """
     dialect = recognise(checkpoint).dialect
-    return {one.name: one.shape for _, one in _needed(dialect.spec(checkpoint), dialect, present)}
+    return {one.name: one.shape for _, one in needed_tensors(dialect.spec(checkpoint), dialect, present)}
 
 
 def _slots_of(index: int, layer: LayerSpec, slots: Mapping[int, tuple[LayerSlot, ...]]) -> tuple[LayerSlot, ...]:
@@ -112,7 +131,7 @@ def _ropes(spec: ModelSpec) -> list[RopeSpec]:
     return [rope for rope in dict.fromkeys(layer.attention.rope for layer in spec.layers) if isinstance(rope, RopeSpec)]
 
 
-def _needed(
+def needed_tensors(
     spec: ModelSpec, dialect: CheckpointDialect, present: Container[str]
 ) -> Iterator[tuple[str, ExpectedTensor]]:
     """Every tensor the spec asks for, by our name; `present` are those of the checkpoint."""

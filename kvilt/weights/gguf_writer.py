@@ -51,6 +51,10 @@ def stored_value(value: Any) -> bytes:
             return struct.pack("<I", _STRING) + _text(value)
         case [str(), *_]:
             return struct.pack("<IIQ", _ARRAY, _STRING, len(value)) + b"".join(map(_text, value))
+        case [bool(), *_]:
+            return struct.pack(f"<IIQ{len(value)}B", _ARRAY, _BOOL, len(value), *value)
+        case [float(), *_]:
+            return struct.pack(f"<IIQ{len(value)}f", _ARRAY, _FLOAT32, len(value), *value)
         case list():
             return struct.pack(f"<IIQ{len(value)}i", _ARRAY, _INT32, len(value), *value)
     raise TypeError(f"no value of GGUF metadata: {value!r}")

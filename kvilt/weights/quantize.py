@@ -44,8 +44,8 @@ TYPES: Mapping[str, QuantType] = MappingProxyType(
 )
 # Where rows do not fill blocks of 256, a format with blocks of 32 that loses no more; where they fill neither, floats.
 _NARROW = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
-# Small matrices that decide much: routers, convolutions, and what belongs to single layers or positions.
-_KEPT = (
+# Small matrices that decide much stay floats: routers, convolutions, what belongs to single layers or positions.
+KEPT = (
     "*_norm.weight", "*ffn_gate_inp*", "*ssm_*", "*shortconv.conv*", "*attn_rel_b*", "position_embd*", "*altup*",
     "*laurel*", "*per_layer_model_proj*", "*.inp_gate.weight", "*attn_k_b*", "*attn_v_b*",
 )  # fmt: skip
@@ -135,7 +135,7 @@ def planned(file: GGUFTensors, kind: QuantType) -> Iterator[PlannedTensor]:
     output = "output.weight" if "output.weight" in names else "token_embd.weight"
     for name in names:
         shape, now = file.shape(name), file.storage(name).format
-        matrix = len(shape) > 1 and name.endswith(".weight") and not any(fnmatchcase(name, one) for one in _KEPT)
+        matrix = len(shape) > 1 and name.endswith(".weight") and not any(fnmatchcase(name, one) for one in KEPT)
         wanted = _fitting(kind.output if name == output else kind.name, shape[-1]) if matrix else now
         yield PlannedTensor(name, shape, FORMATS[wanted])
 
