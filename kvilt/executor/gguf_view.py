@@ -20,7 +20,7 @@ from ..models.assemble import read_spec
 from ..models.families.family import CheckpointDialect
 from ..models.families.registry import FAMILIES, recognise
 from ..models.gguf_fields import gguf_metadata, rope_tensors
-from ..models.parts import PartReader, PartWriter, Recipe, recipes
+from ..models.parts import JoinedParts, PartReader, PartWriter, joined_parts
 from ..models.rope import frequencies, magnitude
 from ..models.spec import LongScaling, ModelSpec, RopeSpec
 from ..quant.tensor import Weight
@@ -45,22 +45,26 @@ class GGUFView:
     """The tensors of a Hugging Face checkpoint as llama.cpp's converter would write them."""
 
     def __init__(
-        self, writer: PartWriter, made: Mapping[str, Recipe], added: Mapping[str, Tensor], metadata: Mapping[str, Any]
+        self,
+        writer: PartWriter,
+        made: Mapping[str, JoinedParts],
+        added: Mapping[str, Tensor],
+        metadata: Mapping[str, Any],
     ) -> None:
         """`made` are the tensors that come from the checkpoint, `added` those that follow from its config."""
         self.metadata = metadata
         self._writer = writer
-        self._recipes = made
+        self._joined = made
         self._added = added
         self._tensors = writer.reader.checkpoint.tensors
 
     def renamed(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What is known of matrices by the checkpoint's names, by those of GGUF: [matrices, columns] each."""
         found = {}
-        for name, recipe in self._recipes.items():
-            known = [values[one] for one in self._sources(recipe) if one in values]
-            if known and (not recipe.experts or len(known) == len(self._sources(recipe))):
-                found[name] = torch.cat(known) if recipe.experts and len(known) > 1 else known[0]
+        for name, joined in self._joined.items():
+            known = [values[one] for one in self._sources(joined) if one in values]
+            if known and (not joined.experts or len(known) == len(self._sources(joined))):
+                found[name] = torch.cat(known) if joined.experts and len(known) > 1 else known[0]
         return found
 
     def raw_metadata(self) -> dict[str, bytes]:
@@ -68,26 +72,26 @@ class GGUFView:
         return {key: stored_value(value) for key, value in self.metadata.items()}
 
     def names(self) -> tuple[str, ...]:
-        return (*self._recipes, *self._added)
+        return (*self._joined, *self._added)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._recipes[name].shape if name in self._recipes else tuple(self._added[name].shape)
+        return self._joined[name].shape if name in self._joined else tuple(self._added[name].shape)
 
     def storage(self, name: str) -> TensorStorage:
         shape = self.shape(name)
         if len(shape) < 2 or any(fnmatchcase(name, one) for one in KEPT):
             return TensorStorage("F32", 4 * prod(shape))  # llama.cpp takes norms, biases and routers as nothing else
-        stored = self._tensors.storage(self._sources(self._recipes[name])[0])
+        stored = self._tensors.storage(self._sources(self._joined[name])[0])
         return TensorStorage(stored.format, prod(shape) * (4 if stored.format == "F32" else 2))
 
     def tensor(self, name: str) -> Weight:
         if name in self._added:
             return self._added[name]
-        found = self._writer.tensor(self._recipes[name])
+        found = self._writer.tensor(self._joined[name])
         return found.float() if self.storage(name).format == "F32" else found
 
     def forget(self, name: str) -> None:
-        for one in self._sources(self._recipes[name]) if name in self._recipes else ():
+        for one in self._sources(self._joined[name]) if name in self._joined else ():
             self._tensors.forget(one)
 
     @property
@@ -107,8 +111,8 @@ class GGUFView:
     def __exit__(self, *_: Any) -> None:
         self.close()
 
-    def _sources(self, recipe: Recipe) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(one for part in recipe.parts for one in self._writer.reader.sources(part)))
+    def _sources(self, joined: JoinedParts) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(one for part in joined.parts for one in self._writer.reader.sources(part)))
 
 
 def gguf_tensors(source: Checkpoint) -> GGUFFile | GGUFView:
@@ -141,7 +145,9 @@ def _viewed(reader: PartReader, dialect: CheckpointDialect, metadata: dict[str, 
     source, architecture = reader.checkpoint, metadata["general.architecture"]
     refused = f"GGUF files of {architecture} cannot hold this model"
     try:
-        view = GGUFView(PartWriter(reader, dialect), recipes(reader.spec, dialect), rope_tensors(reader.spec), metadata)
+        view = GGUFView(
+            PartWriter(reader, dialect), joined_parts(reader.spec, dialect), rope_tensors(reader.spec), metadata
+        )
         written = Checkpoint(source.path, GGUF, metadata, source.generation, view)
         if recognise(written).dialect is not dialect:
             return None, f"{refused}: {_OTHER}"

@@ -69,7 +69,7 @@ class PartReader:
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class JoinedParts:
     """How one tensor of a dialect is made of parts."""
 
     shape: tuple[int, ...]
@@ -80,7 +80,7 @@ class Recipe:
     transposed: bool = False
 
 
-def recipes(spec: ModelSpec, dialect: CheckpointDialect) -> dict[str, Recipe]:
+def joined_parts(spec: ModelSpec, dialect: CheckpointDialect) -> dict[str, JoinedParts]:
     """Every tensor that a model of this spec has in a dialect."""
     pieces: dict[str, list[tuple[str, FusedSlice | ExpertSlice]]] = {}
     for part, piece in slices_of(spec, dialect, ()).items():
@@ -89,20 +89,22 @@ def recipes(spec: ModelSpec, dialect: CheckpointDialect) -> dict[str, Recipe]:
     made = {}
     for ours, tensor in needed_tensors(spec, dialect, ()):
         held = pieces.get(ours, [])
-        made[tensor.name] = _joined(tensor.shape, held) if held else Recipe(tensor.shape, (ours,))
+        made[tensor.name] = _joined(tensor.shape, held) if held else JoinedParts(tensor.shape, (ours,))
         if not held and _last(ours) in dialect.transposed:
-            made[tensor.name] = Recipe(tensor.shape, (ours,), transposed=True)
+            made[tensor.name] = JoinedParts(tensor.shape, (ours,), transposed=True)
     return made
 
 
-def _joined(shape: tuple[int, ...], held: list[tuple[str, FusedSlice | ExpertSlice]]) -> Recipe:
+def _joined(shape: tuple[int, ...], held: list[tuple[str, FusedSlice | ExpertSlice]]) -> JoinedParts:
     first = held[0][1]
     if isinstance(first, FusedSlice):
         order = None if first.order is None else tuple(first.order)
-        return Recipe(shape, tuple(part for part, _ in held), order=order)
+        return JoinedParts(shape, tuple(part for part, _ in held), order=order)
     stacked = [(one.expert, one.stack.share, part) for part, one in held if isinstance(one, ExpertSlice)]
     how = first.stack
-    return Recipe(shape, tuple(part for *_, part in sorted(stacked)), shape[0], None, how.alternating, how.transposed)
+    return JoinedParts(
+        shape, tuple(part for *_, part in sorted(stacked)), shape[0], None, how.alternating, how.transposed
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,25 +130,25 @@ class PartWriter:
 
         return each_attention(self.reader.spec, paired) if self.reorders else self.reader.spec
 
-    def tensor(self, recipe: Recipe) -> Tensor:
+    def tensor(self, joined: JoinedParts) -> Tensor:
         """The tensor, in the dtype of its parts."""
-        parts = [self._stored(name) for name in recipe.parts]
-        if recipe.experts:
-            parts = self._of_experts(recipe, parts)
-        made = parts[0] if len(parts) == 1 else torch.cat(parts) if not recipe.experts else torch.stack(parts)
-        if recipe.order is not None:
+        parts = [self._stored(name) for name in joined.parts]
+        if joined.experts:
+            parts = self._of_experts(joined, parts)
+        made = parts[0] if len(parts) == 1 else torch.cat(parts) if not joined.experts else torch.stack(parts)
+        if joined.order is not None:
             whole = torch.empty_like(made)
-            whole[torch.tensor(recipe.order)] = made
+            whole[torch.tensor(joined.order)] = made
             made = whole
-        if recipe.transposed:
+        if joined.transposed:
             made = made.transpose(-1, -2)
-        return made.reshape(recipe.shape).contiguous()
+        return made.reshape(joined.shape).contiguous()
 
-    def _of_experts(self, recipe: Recipe, parts: list[Tensor]) -> list[Tensor]:
+    def _of_experts(self, joined: JoinedParts, parts: list[Tensor]) -> list[Tensor]:
         """The maps of each expert as one."""
-        shares = len(parts) // recipe.experts
-        each = [parts[e * shares : (e + 1) * shares] for e in range(recipe.experts)]
-        if recipe.alternating:
+        shares = len(parts) // joined.experts
+        each = [parts[e * shares : (e + 1) * shares] for e in range(joined.experts)]
+        if joined.alternating:
             return [torch.stack(one, 1).flatten(0, 1) for one in each]
         return [torch.cat(one) for one in each]
 
