@@ -113,11 +113,17 @@ class Run:
         self.lock = threading.Lock()
 
     def ask(self, n: int) -> None:
+        """One request; one whose connection breaks while the door is restarted is sent again."""
         try:
             outcome = self._outcome(n)
         except httpx.TransportError as error:
-            outcome = "connection" if self.door_restarts else f"broken: {type(error).__name__}"
-            time.sleep(0.2)
+            outcome = f"broken: {type(error).__name__}"
+            if self.door_restarts:
+                with self.lock:
+                    self.outcomes["connection lost, sent again"] += 1
+                time.sleep(0.5)
+                self.ask(n)
+                return
         except Exception as error:
             outcome = f"broken: {type(error).__name__}: {error}"
         with self.lock:
@@ -294,6 +300,8 @@ def main() -> None:
         breaking.start()
         with ThreadPoolExecutor(options.clients) as threads:
             list(threads.map(run.ask, range(options.requests)))
+            while breaking.is_alive():  # every fault happens under load
+                list(threads.map(run.ask, range(run.done, run.done + 8 * options.clients)))
         breaking.join(PATIENCE_S)
         until(lambda: replicas_of(url) >= options.replicas)
         lost = run.lost_handles()
@@ -303,7 +311,7 @@ def main() -> None:
 def report(options: argparse.Namespace, run: Run, faults: Faults, lost: int) -> None:
     bad = sum(count for outcome, count in run.outcomes.items() if outcome == "wrong" or outcome.startswith("broken"))
     shown = {
-        "requests": options.requests,
+        "requests": run.done,
         "faults": dict(faults.happened),
         "outcomes": dict(run.outcomes.most_common()),
         "handles": len(run.handles),
