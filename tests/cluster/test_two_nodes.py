@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import re
+import secrets
 import shutil
 import signal
 import subprocess
@@ -32,6 +33,7 @@ from urllib.request import Request, urlopen
 asked = Request(sys.argv[1], sys.argv[2].encode() or None, {"content-type": "application/json"})
 print(urlopen(asked, timeout=300).read().decode())
 """
+TOKEN = secrets.token_hex(32)
 HEAD = f"{ADDRESSES[0]}:6399"
 
 
@@ -63,6 +65,7 @@ def namespaces() -> Iterator[None]:
 def _running(name: str, command: list[str], log: Path, until: str) -> Iterator[re.Match[str]]:
     """A command in a namespace, once it has printed what `until` matches; ended with all its children at the end."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}
+    environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}  # all nodes must have the same one
     with log.open("wb") as out:
         inside = ["ip", "netns", "exec", name, *command]
         process = subprocess.Popen(inside, stdout=out, stderr=out, env=environment, start_new_session=True)
