@@ -197,6 +197,7 @@ def main() -> None:
         for command in found:
             print(f"{command.page}: {command.text}{f'   [{command.left_out}]' if command.left_out else ''}")
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # servers that were started end with this program
     running = list({command.text: command for command in found if not command.left_out}.values())
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     with tempfile.TemporaryDirectory() as name:
