@@ -66,23 +66,24 @@ CHAT = '{"model": "smollm2", "messages": [{"role": "user", "content": "Today is 
 
 @dataclass(frozen=True)
 class ShellCommand:
-    """A command of a page, and why it is left out (empty: it runs)."""
+    """A command of a page, why it is left out (empty: it runs), and what is typed into it."""
 
     page: str
     text: str
     left_out: str
+    typed: str = ""
 
 
-def lines(block: str, transcript: bool) -> Iterator[str]:
-    """The commands of a block, without comments at their ends; continued lines are one."""
+def lines(block: str, transcript: bool) -> Iterator[tuple[str, str]]:
+    """The commands of a block, without comments at their ends, and what is typed into them; continued lines are one."""
     joined = block.replace("\\\n", " ")
-    prompted = [line[2:] for line in joined.splitlines() if line.startswith("$ ")]
+    prompted = re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n?)*)", joined, re.MULTILINE)
     if prompted:
-        yield from prompted
+        yield from ((text, "\n".join(re.findall(r"^> (.*)$", below, re.MULTILINE))) for text, below in prompted)
         return
     words = [line.split() for line in joined.splitlines() if line.strip()]
     if not transcript and words and program(words[0]) in PROGRAMS:
-        yield from (re.sub(r"\s+# .*", "", line).strip() for line in joined.splitlines() if line.strip())
+        yield from ((re.sub(r"\s+# .*", "", line).strip(), "") for line in joined.splitlines() if line.strip())
 
 
 def program(words: list[str]) -> str:
@@ -95,14 +96,15 @@ def commands(page: str) -> Iterator[ShellCommand]:
     for block in BLOCK.finditer((ROOT / page).read_text(encoding="utf-8")):
         if block[1] not in ("", "text"):
             continue
-        for line in lines(block[2], transcript=block[1] == "text"):
+        for line, typed in lines(block[2], transcript=block[1] == "text"):
             for text in line.split(" && "):
                 reason = next((why for pattern, why in LEFT_OUT if re.search(pattern, text)), "")
-                yield ShellCommand(page, text, reason)
+                yield ShellCommand(page, text, reason, typed)
 
 
 def furnish(folder: Path) -> None:
     """What the pages take for granted: a reader's own files."""
+    from kvilt.config import cache_home
     from kvilt.weights.hub import resolve
 
     for name in ("passages/one", "passages/two", "reports/march", "reports/april", "elbe", "danube", "text", "long"):
@@ -122,6 +124,10 @@ def furnish(folder: Path) -> None:
         (folder / name).write_text(f"sk-{name}-0123456789abcdef\n")
         (folder / name).chmod(0o600)
     (folder / "saved").mkdir()
+    for name in ("served", "alone"):
+        (folder / name).mkdir(mode=0o700)
+    (folder / "home").mkdir()  # saved chats and history of this run alone; models are those of the user
+    (folder / "home" / "models").symlink_to(cache_home() / "models")
     (folder / "model-f16.gguf").symlink_to(resolve("smollm2"))
     for name in ("examples", "bench"):
         (folder / name).symlink_to(ROOT / name)
@@ -172,7 +178,7 @@ def run(command: ShellCommand, folder: Path, url: str) -> str:
     if text.startswith("curl"):
         text = text.replace("curl ", "curl --fail-with-body --silent --show-error ", 1)
     done = subprocess.run(
-        ["bash", "-c", text], cwd=folder, capture_output=True, text=True, timeout=LIMIT_S, stdin=subprocess.DEVNULL
+        ["bash", "-c", text], cwd=folder, capture_output=True, text=True, timeout=LIMIT_S, input=command.typed
     )
     return "" if done.returncode == 0 else f"status {done.returncode}\n{done.stdout}{done.stderr}"
 
@@ -203,7 +209,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         furnish(folder)
+        os.environ["KVILT_HOME"] = str(folder / "home")
+        os.environ["XDG_RUNTIME_DIR"] = str(folder / "served")  # so that `kvilt run` does not find this server
         with served(["kvilt", "serve", "--max-context", "4096", "--kv-memory", "512M"], folder) as url:
+            os.environ["XDG_RUNTIME_DIR"] = str(folder / "alone")
             failed = [command for command in running if not shown(command, folder, url)]
     left_out = len({command.text for command in found if command.left_out})
     told = f"{len(running)} commands of the docs ran, {left_out} were left out"
