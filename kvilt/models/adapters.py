@@ -40,6 +40,8 @@ class FittedAdapter:
     invocation: tuple[int, ...]  # tokens that switch it on; empty: it is always on
     rank: int  # the largest
     gains: Mapping[str, Tensor] = field(default_factory=dict)  # by the name of a linear map, [out]: see MagnitudeGain
+    # Where several ranks share the model: the whole products, of which each rank gets its part.
+    whole: Mapping[str, LowRank] = field(default_factory=dict)
 
     @property
     def parts(self) -> frozenset[str]:
@@ -79,7 +81,7 @@ def map_shapes(decoder: Decoder) -> dict[str, tuple[int, int]]:
 
 def fit(adapter: OpenAdapter, decoder: Decoder, alone: Alone | None = None) -> FittedAdapter:
     """An adapter for a model; a named error if it is for another one, damaged, or of a kind that is not computed."""
-    alone = nullcontext() if alone is None else alone
+    alone, share = nullcontext() if alone is None else alone, decoder.share
     targets = dict(_targets(decoder, adapter))
     for module, tensors in adapter.modules.items():
         _check_module(module, tensors, adapter, targets)
@@ -87,6 +89,7 @@ def fit(adapter: OpenAdapter, decoder: Decoder, alone: Alone | None = None) -> F
     digest, products = hashlib.sha256(b"kvilt lora 1"), {}
     embedded: EmbeddedRows | None = None
     gains: dict[str, Tensor] = {}
+    wholes: dict[str, LowRank] = {}
     _add_to(digest, "invocation", *adapter.config.invocation)
     for module in sorted(adapter.modules):
         tensors, scale = adapter.modules[module], adapter.config.scale_of(module)
@@ -106,13 +109,18 @@ def fit(adapter: OpenAdapter, decoder: Decoder, alone: Alone | None = None) -> F
         for name, outputs in zip(target.maps, target.outputs, strict=True):
             rows = slice(start, start + outputs)
             product = LowRank(down, _reordered(name, up[rows], decoder.spec, adapter.kind), scale)
+            if sizes is not None and share is not None:
+                raise Unsupported(f"{module}: DoRA needs whole maps; load the model without tensor_parallel")
             if sizes is not None:
                 own = _reordered(name, sizes[rows, None], decoder.spec, adapter.kind)[:, 0]
                 product, gains[name] = _dora(product, own, linears_of(decoder)[name], decoder, alone)
+            if share is not None:
+                wholes[name] = product
+                product = product if (cut := share.split.cut(name)) is None else cut.product(product)
             products[name] = decoder.ops.prepare_low_rank(product)
             start += outputs
     rank = max(adapter.shape(tensors.down)[0] for tensors in adapter.modules.values())
-    return FittedAdapter(digest.hexdigest(), products, embedded, adapter.config.invocation, rank, gains)
+    return FittedAdapter(digest.hexdigest(), products, embedded, adapter.config.invocation, rank, gains, wholes)
 
 
 def _dora(product: LowRank, sizes: Tensor, linear: Linear, decoder: Decoder, alone: Alone) -> tuple[LowRank, Tensor]:
@@ -144,6 +152,8 @@ def _add_to(digest: hashlib._Hash, *facts: object) -> None:
 def _targets(decoder: Decoder, adapter: OpenAdapter) -> Iterator[tuple[str, _Target]]:
     """Every module that an adapter may name."""
     shapes = map_shapes(decoder)
+    if decoder.share is not None:
+        shapes = {name: decoder.share.split.whole_shape(name, shape) for name, shape in shapes.items()}
     for dialect in _dialects(decoder.spec, adapter):
         for module, maps in _named(dialect, shapes, len(decoder.spec.layers)):
             order = _order(dialect, module, maps, decoder.spec)
@@ -217,6 +227,8 @@ def _check_copies(folder: OpenAdapter, decoder: Decoder, targets: Mapping[str, _
         maps = targets[module].maps if module in targets else ()
         if maps not in ((EMBEDDING,), (HEAD,)):
             raise Unsupported(f"{name}: whole weights in an adapter are not supported")
+        if decoder.share is not None:
+            raise Unsupported(f"{name}: whole weights in an adapter are not supported with tensor_parallel")
         own = decoder.embedding if maps == (EMBEDDING,) else decoder.head.weight
         if folder.shape(name) != tuple(own.shape) or not _same(folder.tensor(name), own, decoder, alone):
             raise Unsupported(

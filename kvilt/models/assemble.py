@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from ..errors import WeightError
 from ..kv.layout import KVLayout, LayerSlot
-from ..ops.contract import Activation, Ops, Prepared
-from ..quant.tensor import QuantTensor, Weight
-from ..quant.unpack import dequantize
+from ..ops.contract import Activation, Ops
 from ..weights.names import ExpectedTensor, match
 from ..weights.source import Checkpoint
 from .altup import HALF, AltUpLayer
@@ -28,10 +25,12 @@ from .latent import LatentAttention
 from .latent_loading import latent_attention, per_head_shapes
 from .layer_shapes import layer_shapes, with_biases
 from .layers import AnyNorm, DenseFeedForward, LayerNorm, Linear, Norm, PlainFeedForward
+from .loader import Progress, TensorLoader, block_sizes
 from .recurrent import AttentionAndRecurrent
 from .recurrent_loading import recurrent_block
 from .rope import frequencies
 from .spec import AttentionSpec, ExpertsSpec, FeedForwardSpec, LayerSpec, ModelSpec, RopeSpec
+from .split import ModelShare, ModelSplit, split_model
 from .stream_loading import (
     laurel,
     per_layer_block,
@@ -43,7 +42,6 @@ from .stream_loading import (
 )
 from .stream_spec import AltUpSpec
 
-Progress = Callable[[int, int], None]  # tensors done, tensors in all
 EXTRA_LAYERS = 8  # the most that predict further tokens
 # Tensors that some checkpoints keep with a dimension of one, and others without.
 LOOSE = ("selection_bias", "shared_gate", "conv", "a_log", "skip")
@@ -56,11 +54,19 @@ def read_spec(checkpoint: Checkpoint) -> ModelSpec:
 
 
 def assemble(
-    checkpoint: Checkpoint, spec: ModelSpec, layout: KVLayout, ops: Ops, progress: Progress | None = None
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    layout: KVLayout,
+    ops: Ops,
+    progress: Progress | None = None,
+    share: ModelShare | None = None,
 ) -> Decoder:
-    """A decoder with this checkpoint's weights; raises a report if a tensor is missing, extra or misshapen."""
+    """A decoder with this checkpoint's weights; raises a report if a tensor is missing, extra or misshapen.
+
+    With a `share` it is one rank's part of the model.
+    """
     dialect = recognise(checkpoint).dialect
-    loader = _Loader(checkpoint, *locate(checkpoint, spec, dialect), ops, dialect, spec, progress)
+    loader = TensorLoader(checkpoint, *locate(checkpoint, spec, dialect), ops, dialect, spec, progress, share)
     embedding = loader.weight("embedding")
     slots, streams = layout.slots(), spec.altup
     last = _scaled(loader.norm("norm"), spec.logit_scale)
@@ -77,6 +83,7 @@ def assemble(
         position_embedding=loader.weight("position_embedding") if spec.learned_positions else None,
         per_layer=None if spec.per_layer is None else per_layer_inputs(loader, spec.per_layer, spec.hidden_size),
         streams=None if streams is None else stream_entry(loader, streams),
+        share=share,
     )
 
 
@@ -100,6 +107,12 @@ def slices_of(
 ) -> dict[str, FusedSlice | ExpertSlice]:
     """The parts that are a share of a tensor; `present` are the checkpoint's tensors."""
     return {**dict(_slices(spec, dialect, present)), **dict(stream_slices(spec, dialect))}
+
+
+def split_checkpoint(checkpoint: Checkpoint, spec: ModelSpec, ranks: int) -> list[ModelSplit]:
+    """What each of several ranks has of a checkpoint's model."""
+    sizes = block_sizes(checkpoint, *locate(checkpoint, spec, recognise(checkpoint).dialect))
+    return [split_model(spec, cache(sizes), rank, ranks) for rank in range(ranks)]
 
 
 def tensor_shapes(checkpoint: Checkpoint, present: Container[str] = ()) -> dict[str, tuple[int, ...]]:
@@ -183,86 +196,6 @@ def _slices(
             yield f"{i}.{name}", expert
 
 
-@dataclass(slots=True)
-class _Loader:
-    """Takes tensors out of a checkpoint by our names, in the form the backend wants."""
-
-    checkpoint: Checkpoint
-    found: Mapping[str, str]
-    slices: Mapping[str, FusedSlice | ExpertSlice]
-    ops: Ops
-    dialect: CheckpointDialect
-    spec: ModelSpec
-    progress: Progress | None
-    taken: set[str] = field(default_factory=set)
-
-    def _take(self, name: str) -> Weight:
-        tensor = self.checkpoint.tensors.tensor(self.found[name])
-        self.taken.add(name)  # a fused tensor is taken once for each of its parts
-        if self.progress is not None:
-            self.progress(len(self.taken), len(self.found))
-        return tensor
-
-    def weight(self, name: str) -> Prepared:
-        part = self.slices.get(name)
-        wholes = (name,) if part is None else tuple(part.wholes)
-        weights = [self._take(whole) for whole in wholes]
-        if wholes[0].rpartition(".")[2] in self.dialect.transposed:
-            weights = [self._plain(whole, weight).T for whole, weight in zip(wholes, weights, strict=True)]
-        own = weights[0] if part is None else part.take(*weights)
-        prepared = self.ops.prepare(own.unsqueeze(0) if isinstance(own, Tensor) and own.dim() == 1 else own)
-        if part is None or part.last:
-            for whole in wholes:
-                self.checkpoint.tensors.forget(self.found[whole])  # so that a model is never in memory twice
-        return prepared
-
-    def vector(self, name: str, dtype: torch.dtype) -> Tensor:
-        part = self.slices.get(name)
-        wholes = (name,) if part is None else tuple(part.wholes)
-        tensor = self._plain(wholes[0], self._take(wholes[0]))
-        own = tensor if part is None else part.take(tensor)
-        assert isinstance(own, Tensor)
-        if transform := self.dialect.transforms.get(name.rpartition(".")[2]):
-            own = transform(own.float())
-        return own.to(self.ops.device, dtype, copy=True, memory_format=torch.contiguous_format)
-
-    def _plain(self, name: str, tensor: Weight) -> Tensor:
-        if isinstance(tensor, QuantTensor):
-            raise WeightError(self.found[name], f"is packed as {tensor.format.name}, expected plain floats")
-        return tensor
-
-    def linear(self, name: str) -> Linear:
-        bias = f"{name}_bias"
-        held = bias in self.found or bias in self.slices
-        return Linear(self.weight(name), self.vector(bias, self.ops.dtype) if held else None, name)
-
-    def floats(self, name: str) -> Tensor:
-        """A tensor as floats, packed or not."""
-        tensor = self._take(name)
-        plain = dequantize(tensor) if isinstance(tensor, QuantTensor) else tensor
-        self.checkpoint.tensors.forget(self.found[name])
-        return plain
-
-    def norm(self, name: str, eps: float | None = None) -> AnyNorm:
-        weight, shift, bias = self.vector(name, torch.float32), self.dialect.norm_shift, f"{name}_bias"
-        weight, eps = weight + shift if shift else weight, self.spec.norm_eps if eps is None else eps
-        if self.spec.norm_kind == "rms":
-            return Norm(weight, eps)
-        own = self.vector(bias, torch.float32) if bias in self.found else None
-        return LayerNorm(weight, own, eps)
-
-    @property
-    def norm_eps(self) -> float:
-        return self.spec.norm_eps
-
-    def plain_norm(self, size: int) -> Norm:
-        """A norm without a learned scale."""
-        return Norm(torch.ones(size, device=self.ops.device), self.spec.norm_eps)
-
-    def maybe_norm(self, name: str) -> AnyNorm | None:
-        return self.norm(name) if name in self.found else None
-
-
 def _scaled(norm: AnyNorm, scale: float) -> AnyNorm:
     """A norm times a factor: the last one carries that of the logits, since the head is linear."""
     match norm:
@@ -272,7 +205,7 @@ def _scaled(norm: AnyNorm, scale: float) -> AnyNorm:
             return LayerNorm(weight * scale, None if bias is None else bias * scale, eps)
 
 
-def _layer(loader: _Loader, index: int, spec: LayerSpec, slots: Sequence[LayerSlot]) -> Layer | AltUpLayer:
+def _layer(loader: TensorLoader, index: int, spec: LayerSpec, slots: Sequence[LayerSlot]) -> Layer | AltUpLayer:
     if loader.spec.altup is not None:
         return _altup_layer(loader, index, spec, loader.spec.altup, slots[0])
 
@@ -301,7 +234,7 @@ def _activation(spec: LayerSpec) -> Activation:
     return block.activation if isinstance(block, FeedForwardSpec) else block.expert.activation
 
 
-def _altup_layer(loader: _Loader, index: int, spec: LayerSpec, altup: AltUpSpec, place: LayerSlot) -> AltUpLayer:
+def _altup_layer(loader: TensorLoader, index: int, spec: LayerSpec, altup: AltUpSpec, place: LayerSlot) -> AltUpLayer:
     def at(name: str) -> str:
         return f"{index}.{name}"
 
@@ -325,7 +258,7 @@ def _altup_layer(loader: _Loader, index: int, spec: LayerSpec, altup: AltUpSpec,
     )
 
 
-def _mixer(loader: _Loader, index: int, spec: LayerSpec, slots: Sequence[LayerSlot]) -> Mixer:
+def _mixer(loader: TensorLoader, index: int, spec: LayerSpec, slots: Sequence[LayerSlot]) -> Mixer:
     """Attention, what stands in its place, or both; of two slots the second is that of the state."""
     if spec.recurrent is None:
         return _attention(loader, index, spec.attention, slots[0])
@@ -337,13 +270,15 @@ def _mixer(loader: _Loader, index: int, spec: LayerSpec, slots: Sequence[LayerSl
     return AttentionAndRecurrent(attention, recurrent, *spec.beside)
 
 
-def _attention(loader: _Loader, index: int, spec: AttentionSpec, place: LayerSlot) -> Attention | LatentAttention:
+def _attention(loader: TensorLoader, index: int, spec: AttentionSpec, place: LayerSlot) -> Attention | LatentAttention:
     if spec.latent is not None:
         return latent_attention(loader, index, spec, spec.latent, place)
 
     def at(name: str) -> str:
         return f"{index}.{name}"
 
+    if loader.share is not None and (own := loader.share.split.heads.get(index)) is not None:
+        spec = replace(spec, heads=len(own.query), kv_heads=len(own.kv))
     return Attention(
         spec,
         place,
@@ -359,7 +294,7 @@ def _attention(loader: _Loader, index: int, spec: AttentionSpec, place: LayerSlo
     )
 
 
-def _feed_forward(loader: _Loader, index: int, spec: FeedForwardSpec | ExpertsSpec) -> FeedForward:
+def _feed_forward(loader: TensorLoader, index: int, spec: FeedForwardSpec | ExpertsSpec) -> FeedForward:
     match spec:
         case FeedForwardSpec(gated=True):
             return _dense(loader, f"{index}.", spec)
@@ -369,23 +304,26 @@ def _feed_forward(loader: _Loader, index: int, spec: FeedForwardSpec | ExpertsSp
             return _experts(loader, f"{index}.", spec)
 
 
-def _experts(loader: _Loader, prefix: str, spec: ExpertsSpec) -> Experts:
+def _experts(loader: TensorLoader, prefix: str, spec: ExpertsSpec) -> Experts:
     router = loader.linear(f"{prefix}router")
-    each = tuple(_dense(loader, f"{prefix}experts.{e}.", spec.expert) for e in range(spec.experts))
-    bias, shared = f"{prefix}selection_bias", spec.shared
+    # Ranks that have parts of each expert sum what all experts of a token make, not what each makes.
+    each = tuple(_dense(loader, f"{prefix}experts.{e}.", spec.expert, False) for e in range(spec.experts))
+    bias, shared, share = f"{prefix}selection_bias", spec.shared, loader.share
+    split = share is not None and f"{prefix}experts." in share.split.inner
     return Experts(
         spec,
         router,
         each,
         loader.ops.stack_experts([(one.gate.map, one.up.map, one.down.map) for one in each]),
         loader.vector(bias, torch.float32).view(-1) if spec.router.selection_bias else None,
-        None if shared is None else _dense(loader, f"{prefix}shared.", shared.block),
+        None if shared is None else _dense(loader, f"{prefix}shared.", shared.block, False),
         loader.linear(f"{prefix}shared_gate") if shared is not None and shared.gated else None,
         None if spec.dense is None else _beside(loader, prefix, spec.dense),
+        share.ranks.sum if share is not None and split else None,
     )
 
 
-def _beside(loader: _Loader, prefix: str, dense: FeedForwardSpec) -> DenseBeside:
+def _beside(loader: TensorLoader, prefix: str, dense: FeedForwardSpec) -> DenseBeside:
     # What a router reads is divided by the root of its size.
     router_norm = _scaled(loader.norm(f"{prefix}router_norm"), loader.spec.hidden_size**-0.5)
     return DenseBeside(
@@ -398,12 +336,13 @@ def _beside(loader: _Loader, prefix: str, dense: FeedForwardSpec) -> DenseBeside
     )
 
 
-def _plain(loader: _Loader, prefix: str, spec: FeedForwardSpec) -> PlainFeedForward:
+def _plain(loader: TensorLoader, prefix: str, spec: FeedForwardSpec) -> PlainFeedForward:
     return PlainFeedForward(spec, loader.linear(f"{prefix}up"), loader.linear(f"{prefix}down"))
 
 
-def _dense(loader: _Loader, prefix: str, spec: FeedForwardSpec) -> DenseFeedForward:
+def _dense(loader: TensorLoader, prefix: str, spec: FeedForwardSpec, reduced: bool = True) -> DenseFeedForward:
     if not spec.gated:  # relu(x) squared is relu(x) times x, so it is a gated block whose gate is its own
-        up, down = loader.linear(f"{prefix}up"), loader.linear(f"{prefix}down")
+        up, down = loader.linear(f"{prefix}up"), loader.linear(f"{prefix}down", reduced)
         return DenseFeedForward(replace(spec, activation="relu"), up, up, down)
-    return DenseFeedForward(spec, *(loader.linear(f"{prefix}{name}") for name in ("gate", "up", "down")))
+    gate, up = loader.linear(f"{prefix}gate"), loader.linear(f"{prefix}up")
+    return DenseFeedForward(spec, gate, up, loader.linear(f"{prefix}down", reduced))

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ..batch import (
-    Batch,
     HiddenOut,
     Last,
     Logits,
@@ -36,9 +35,10 @@ from .per_layer import PerLayerBlock, PerLayerInputs
 from .recurrent import AttentionAndRecurrent, Recurrent
 from .rope import rotation
 from .spec import ModelSpec, RopeSpec
+from .split import ModelShare
 from .step_adapters import StepAdapters
 from .stored_kv import StoredLayers, stored_layers, write_load
-from .tap import LayerTap, TapResults, layer_taps
+from .tap import DecoderBatch, LayerTap, TapResults, layer_taps
 
 Stores = tuple[PageStore, ...]  # one per layer group
 Rotations = Mapping[RopeSpec, Rotation]
@@ -138,13 +138,14 @@ class Decoder:
     position_embedding: Prepared | None = None  # [context, hidden], where positions are learned
     per_layer: PerLayerInputs | None = None
     streams: StreamEntry | None = None  # where tokens have several residual streams
+    share: ModelShare | None = None  # set where this is one rank's part of a model
 
     def __call__(
-        self, batch: Batch, before_layer: Callable[[int], None], step_adapters: StepAdapters | None = None
+        self, batch: DecoderBatch, before_layer: Callable[[int], None], step_adapters: StepAdapters | None = None
     ) -> Logits:
         """Run every row through its span. `before_layer` may raise to stop between two layers."""
         seen = TapResults()
-        taps = layer_taps(batch, len(self.layers), seen)
+        taps = layer_taps(batch, len(self.layers), seen, self.share)
         pool = batch.pool
         states = self.forward(batch.step, pool.stores, before_layer, taps, step_adapters, pool.state_store)
         return self._outputs(batch, states, seen, step_adapters)
@@ -258,7 +259,12 @@ class Decoder:
 
     def embed(self, ids: Tensor) -> Tensor:
         """What tokens start with, as the first layer reads it but for learned positions [tokens, hidden]."""
-        return self.ops.embed(self.embedding, ids, self.spec.embed_scale)
+        share, scale = self.share, self.spec.embed_scale
+        if share is None or (own := share.split.vocabulary) is None:
+            return self.ops.embed(self.embedding, ids, scale)
+        elsewhere = (ids < own.start) | (ids >= own.stop)
+        x = self.ops.embed(self.embedding, (ids - own.start).masked_fill_(elsewhere, 0), scale)
+        return share.ranks.sum(x.masked_fill_(elsewhere[:, None], 0.0))
 
     def _embed(self, step: StepInput, step_adapters: StepAdapters | None) -> TokenStates:
         """What all tokens start with: their streams, or the hidden states they come as, and the inputs of layers."""
@@ -307,7 +313,7 @@ class Decoder:
         return x
 
     def _outputs(
-        self, batch: Batch, states: TokenStates, seen: TapResults, step_adapters: StepAdapters | None
+        self, batch: DecoderBatch, states: TokenStates, seen: TapResults, step_adapters: StepAdapters | None
     ) -> Logits:
         """What each row wants of its last hidden states."""
         x, starts, scores, hidden = states.x, [0], {}, {}
@@ -343,11 +349,13 @@ class Decoder:
         return self.norm(states if self.streams is None else self.streams.leave(states, self.ops), self.ops)
 
     def logits(self, states: Tensor, step_adapters: StepAdapters | None = None) -> Tensor:
-        """[tokens, streams] to float32 [tokens, vocab]."""
+        """[tokens, streams] to float32 [tokens, vocab]; ranks that follow another one have their part of it."""
         states = self._last_norm(states)
         values = self.head(states, self.ops).float()
         if step_adapters is not None:
             step_adapters.add([self.head], states, [values], self.ops)
+        if self.share is not None:
+            values = self.share.gather_vocabulary(values)
         cap = self.spec.final_soft_cap
         return self.ops.soft_cap(values, cap) if cap else values
 
@@ -364,7 +372,10 @@ class Decoder:
         for start in range(0, len(wanted), block):
             part = slice(start, start + block)
             own = step_adapters.of(torch.arange(len(wanted))[part]) if step_adapters is not None else None
-            found = self._logprobs(self.logits(states[part], own), wanted[part], top)
+            logits = self.logits(states[part], own)
+            if self.share is not None and not self.share.leads:
+                continue
+            found = self._logprobs(logits, wanted[part], top)
             logprobs[part], top_ids[part], top_logprobs[part] = found.logprobs, found.top_ids, found.top_logprobs
             if want.ranks:
                 ranks[part] = found.ranks

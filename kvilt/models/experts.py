@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..ops.contract import ExpertStack, Routed, SharedExpert
 from ..ops.routing import weighed
-from .layers import AnyNorm, DenseFeedForward, LayerContext, Linear, PlainFeedForward
+from .layers import AllReduce, AnyNorm, DenseFeedForward, LayerContext, Linear, PlainFeedForward
 from .spec import ExpertsSpec
 
 
@@ -41,6 +41,7 @@ class Experts:
     shared: DenseFeedForward | None = None
     shared_gate: Linear | None = None  # to one logit
     beside: DenseBeside | None = None
+    all_reduce: AllReduce | None = None  # set where this is one rank's part of each expert
 
     def __call__(
         self, x: Tensor, context: LayerContext, residual: Tensor | None = None, norm: AnyNorm | None = None
@@ -68,6 +69,20 @@ class Experts:
         return both if residual is None else ops.add(residual, both)
 
     def _sum(
+        self,
+        x: Tensor,
+        routed: Routed,
+        context: LayerContext,
+        residual: Tensor | None,
+        shared: SharedExpert | None,
+    ) -> Tensor:
+        """The sum over each token's experts; ranks that have parts of them add the residual once, to all parts."""
+        if self.all_reduce is None:
+            return self._part(x, routed, context, residual, shared)
+        whole = self.all_reduce(self._part(x, routed, context, None, shared))
+        return whole if residual is None else context.ops.add(residual, whole)
+
+    def _part(
         self,
         x: Tensor,
         routed: Routed,

@@ -77,6 +77,19 @@ class QuantTensor:
             parts[plane.name] = self.planes[plane.name][start // plane.rows : -(-stop // plane.rows)]
         return QuantTensor(self.format, (stop - start, self.shape[-1]), parts)
 
+    def columns(self, start: int, stop: int) -> QuantTensor:
+        """Some columns of a matrix, which must begin and end where blocks do, or lie in one block."""
+        parts = {}
+        for plane in self.format.planes:
+            size, whole = (
+                plane.columns,
+                start % plane.columns == 0 and (stop % plane.columns == 0 or stop == self.shape[-1]),
+            )
+            assert whole or start // size == (stop - 1) // size
+            own = slice(start // size * plane.numbers, -(-stop // size) * plane.numbers)
+            parts[plane.name] = self.planes[plane.name][:, own].contiguous()
+        return QuantTensor(self.format, (self.shape[0], stop - start), parts)
+
     def take(self, rows: torch.Tensor) -> QuantTensor:
         """Rows of a matrix in another order; no block may lie over several of them."""
         if any(plane.rows != 1 for plane in self.format.planes):
