@@ -35,10 +35,13 @@ class RunConfig:
     # the memory for states allows.
     state_every: int | None = None
     numa: bool = True  # CPU threads stay on physical cores, in equal shares on NUMA nodes; False: the system decides
+    # Processes of this machine that share a model, each with a part of its weights, heads and KV. See docs/parallel.md.
+    tensor_parallel: int = 1
+    parallel_timeout_s: float = 60.0  # how long a process waits for the others in a step before it gives up
     deterministic: bool = False  # a row's bits do not depend on its batch; on the CPU they never do
 
     def __post_init__(self) -> None:
-        for name in ("threads", "kv_memory", "max_context", "lora_memory", "state_every"):
+        for name in ("threads", "kv_memory", "max_context", "lora_memory", "state_every", "tensor_parallel"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise ParamError(name, f"must be a whole number and at least 1, not {value!r}")
@@ -49,6 +52,8 @@ class RunConfig:
         for name in ("deterministic", "numa"):
             if not isinstance(getattr(self, name), bool):
                 raise ParamError(name, f"must be True or False, not {getattr(self, name)!r}")
+        if not 0 < self.parallel_timeout_s < math.inf:
+            raise ParamError("parallel_timeout_s", f"must be a finite number above 0, not {self.parallel_timeout_s!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +212,11 @@ def run_home() -> Path:
 def offline() -> bool:
     """KVILT_OFFLINE=1 promises that nothing is fetched."""
     return os.environ.get("KVILT_OFFLINE", "") not in ("", "0")
+
+
+def available_cpus() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def available_memory_bytes() -> int:

@@ -269,6 +269,13 @@ class StepHung(KviltError):
         self.limit_s = limit_s
 
 
+class RankFailed(KviltError):
+    """A process that holds a part of the model (tensor parallelism) is gone; nothing runs any more."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"{what}; load the model again, or restart the server")
+
+
 class HandleError(InputError):
     """A named KV handle cannot be used as asked; `handle` is its id."""
 

@@ -33,6 +33,8 @@ OPTIONS: dict[str, tuple[dict[str, Any], Callable[[Facade], object]]] = {
     "gpu_memory": ({"gpu_memory": 0.5}, lambda llm: True),
     "state_every": ({"state_every": 100}, lambda llm: llm.executor.pool.layout.recurrent is None),
     "numa": ({"numa": False}, lambda llm: True),
+    "tensor_parallel": ({"tensor_parallel": 2, "device": "cpu"}, lambda llm: llm.executor.ranks == 2),
+    "parallel_timeout_s": ({"parallel_timeout_s": 5.0}, lambda llm: llm.executor.ranks == 1),
     "deterministic": ({"deterministic": True}, lambda llm: llm.executor.pool.ops.deterministic),
     "on_fetch": ({"on_fetch": lambda *given: None}, lambda llm: True),
     "on_load": ({"on_load": lambda done, of: CALLS.append((done, of))}, lambda llm: CALLS),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -102,7 +102,8 @@ class ModelExecutor(StepExecutor):
         They are those of the base model; an adapter of the embedding has no part in them.
         """
         tokens = torch.tensor(read_ids(ids, self.spec.vocab_size), dtype=torch.int64, device=self._pool.device)
-        with self.call(), torch.no_grad():
+        together = nullcontext() if self._group is None else self._group.embed(tokens)
+        with self.call(), torch.no_grad(), together:
             return self._decoder.embed(tokens).to(torch.float32, copy=True)
 
     def score(

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import hashlib
-from functools import cache
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 
 import torch
 
-from ..config import STEP_SIZES, RunConfig, available_memory_bytes, env_threads
+from ..config import STEP_SIZES, RunConfig, available_cpus, available_memory_bytes, env_threads
 from ..errors import ParamError
 from ..kv.checkpoints import CheckpointSchedule, schedule_for
 from ..kv.identity import Identity
+from ..kv.layout import PAGE_TOKENS as PAGE_TOKENS
+from ..kv.layout import KVLayout
 from ..kv.pool import PagePool
 from ..kv.row_states import ROW_STATES
 from ..kv.sizing import split_memory, split_states
-from ..models.assemble import Progress, assemble, read_spec
+from ..models.assemble import assemble, read_spec
+from ..models.loader import Progress
 from ..models.spec import ModelSpec, at_context, kv_layout
-from ..ops.contract import Ops
+from ..ops.contract import Ops, StateStore
 from ..ops.kv_dtypes import KV_DTYPES, check_kv_dtype
 from ..ops.select import check_name as check_backend
 from ..ops.select import select
@@ -25,8 +30,10 @@ from ..quant.formats import FORMATS
 from ..weights.source import Checkpoint, TensorSource, open_checkpoint
 from .device_memory import device_memory
 from .executor import ModelExecutor
+from .parallel.group import RankGroup
+from .parallel.pages import ParallelOps, ParallelStates, held_layout
+from .parallel.start import start_group
 
-PAGE_TOKENS = 32
 ACTIVATION_BYTES = 4 << 30  # of a GPU, left to steps and graphs
 
 
@@ -45,6 +52,8 @@ def build_executor(
 ) -> ModelExecutor:
     """An executor for an open checkpoint, which it closes in the end; `ops` stand in the place of a backend's."""
     threads = config.threads or env_threads()
+    if config.tensor_parallel > 1:
+        threads = threads or max(1, available_cpus() // config.tensor_parallel)
     if threads:
         torch.set_num_threads(threads)
     check_backend(config.backend)
@@ -55,35 +64,69 @@ def build_executor(
     spec = at_context(spec, max_context)
     kv_dtype = ops.kv_dtype if config.kv_dtype == "auto" else KV_DTYPES[config.kv_dtype]
     layout = kv_layout(spec, PAGE_TOKENS, kv_dtype)
-    with device_memory("loading the weights", ops.device):
-        decoder = assemble(checkpoint, spec, layout, ops, progress)
+    group = None
+    if config.tensor_parallel > 1:
+        group = start_group(checkpoint, spec, replace(config, threads=threads), ops.device, max_context, kv_dtype.name)
+    try:
+        with device_memory("loading the weights", ops.device):
+            decoder = assemble(checkpoint, spec, layout, ops, progress, None if group is None else group.share)
+        if group is not None:
+            group.connect()
+        formats = _formats_of(checkpoint.tensors)
+        numerics = ops.numerics_for(formats) if group is None else group.numerics(ops.numerics_for(formats))
+        identity = cache(lambda: _identity(checkpoint, spec, numerics))
+        pool = _pool(spec, layout, ops, config, max_context, identity, group)
+        return ModelExecutor(
+            decoder,
+            pool,
+            max_context,
+            on_close=checkpoint.tensors.close if group is None else lambda: _close(checkpoint, group),
+            lora_memory=config.lora_memory,
+            expanded_formats=tuple(name for name in formats if ops.expands(FORMATS[name])),
+            weight_kernels={name: ops.kernel(FORMATS[name]) for name in formats},
+            group=group,
+        )
+    except BaseException:
+        if group is not None:
+            group.close()
+        raise
+
+
+def _close(checkpoint: Checkpoint, group: RankGroup) -> None:
+    group.close()
+    checkpoint.tensors.close()
+
+
+def _pool(
+    spec: ModelSpec,
+    layout: KVLayout,
+    ops: Ops,
+    config: RunConfig,
+    max_context: int,
+    identity: Callable[[], Identity],
+    group: RankGroup | None,
+) -> PagePool:
+    """Pages and states for all the memory that there is; with other ranks, theirs are counted too."""
+    ranks, held = (1, layout) if group is None else (group.size, held_layout(layout, group.splits))
     budget_bytes = config.kv_memory or _kv_budget(ops.device, config)
-    states = split_states(layout, budget_bytes, max_context)
-    states_bytes = 0 if layout.recurrent is None else states * layout.recurrent.shape.slot_bytes
-    pages = split_memory(layout, budget_bytes - states_bytes, max_context, STEP_SIZES[ops.device.type].step_tokens)
+    states = split_states(layout, budget_bytes // ranks, max_context)
+    states_bytes = 0 if layout.recurrent is None else ranks * states * layout.recurrent.shape.slot_bytes
+    pages = split_memory(held, budget_bytes - states_bytes, max_context, STEP_SIZES[ops.device.type].step_tokens)
     if layout.recurrent is not None and states < ROW_STATES:
-        least = ROW_STATES * layout.recurrent.shape.slot_bytes
+        least = ranks * ROW_STATES * layout.recurrent.shape.slot_bytes
         raise ParamError("kv_memory", f"{budget_bytes} bytes hold no recurrent state; states alone take {least} bytes")
     if min(pages) < 1:
-        raise ParamError("kv_memory", f"{budget_bytes} bytes hold no page; give at least {layout.page_bytes} bytes")
-    formats = _formats_of(checkpoint.tensors)
-    identity = cache(lambda: _identity(checkpoint, spec, ops.numerics_for(formats)))
+        raise ParamError("kv_memory", f"{budget_bytes} bytes hold no page; give at least {held.page_bytes} bytes")
+    new_states = StateStore.empty
+    if group is not None:
+        ops, new_states = ParallelOps.over(ops, group), partial(ParallelStates.following, group)
+        group.make_pages(pages, states)
+    kept = (states, _checkpoints(config, states), new_states)
     try:
         with device_memory("KV pages", ops.device):
-            pool = PagePool(
-                layout, pages, ops, identity, ops.device, spec.vocab_size, states, _checkpoints(config, states)
-            )
+            return PagePool(layout, pages, ops, identity, ops.device, spec.vocab_size, *kept)
     except (RuntimeError, MemoryError, OverflowError, TypeError) as error:  # torch has no error of its own for it
         raise ParamError("kv_memory", f"{budget_bytes} bytes are more than this machine can map") from error
-    return ModelExecutor(
-        decoder,
-        pool,
-        max_context,
-        on_close=checkpoint.tensors.close,
-        lora_memory=config.lora_memory,
-        expanded_formats=tuple(name for name in formats if ops.expands(FORMATS[name])),
-        weight_kernels={name: ops.kernel(FORMATS[name]) for name in formats},
-    )
 
 
 def _checkpoints(config: RunConfig, states: int) -> CheckpointSchedule:

@@ -12,8 +12,9 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -51,6 +52,18 @@ class _Loaded:
     leaving: bool = False  # unloaded; here until its last user is gone
 
 
+class AdapterGroup(Protocol):
+    """Other ranks that share the model."""
+
+    def put_adapter(self, slot: int, fitted: FittedAdapter) -> None:
+        """An adapter got a slot."""
+        ...
+
+    def drop_adapter(self, slot: int) -> None:
+        """A slot was emptied."""
+        ...
+
+
 class AdapterLease:
     """Keeps an adapter loaded until it is released or forgotten; releasing twice is fine."""
 
@@ -72,11 +85,18 @@ class Adapters:
     """Adapters by id. May be asked from any thread; a step sees each of them whole or not at all."""
 
     def __init__(
-        self, decoder: Decoder, budget_bytes: int | None = None, alone: AbstractContextManager[object] | None = None
+        self,
+        decoder: Decoder,
+        budget_bytes: int | None = None,
+        alone: AbstractContextManager[object] | None = None,
+        group: AdapterGroup | None = None,
     ) -> None:
-        """`alone` is held while the model's weights are looked at: no step runs meanwhile."""
+        """`alone` is held while the model's weights are looked at: no step runs meanwhile.
+
+        `group` gets what other ranks of the model need of each adapter.
+        """
         self._decoder = decoder
-        self._alone = alone or nullcontext()
+        self._alone, self._group = alone or nullcontext(), group
         self.budget_bytes = DEFAULT_BUDGET_BYTES if budget_bytes is None else budget_bytes
         self._bank: AdapterTables | None = None  # made with the first adapter: most executors have none
         self._loaded: OrderedDict[int, _Loaded] = OrderedDict()  # the least recently used first
@@ -298,12 +318,17 @@ class Adapters:
                 over -= other.nbytes
                 self._evict(other)
                 self.evictions += 1
-        one.slot, one.facts = self._bank.put(fitted.products, fitted.gains), fitted
+        one.slot = self._bank.put(fitted.products, fitted.gains)
+        if self._group is not None:
+            self._group.put_adapter(one.slot, fitted)
+        one.facts = replace(fitted, whole={})
         self.loads += 1
 
     def _evict(self, one: _Loaded) -> None:
         if one.slot is not None and self._bank is not None:
             self._bank.drop(one.slot)
+            if self._group is not None:
+                self._group.drop_adapter(one.slot)
         one.slot = one.facts = None
 
     def _read(self, assets: ModelAssets, inside: Path | None) -> FittedAdapter:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ..batch import Batch, Logits, Scores
+from ..errors import KviltError
 from ..kv.cache import KVCache
 from ..kv.layout import KVLayout
 from ..kv.pool import PagePool
@@ -84,6 +85,16 @@ class Executor(Protocol):
     @property
     def closed(self) -> bool:
         """Whether nothing runs any more."""
+        ...
+
+    @property
+    def failure(self) -> KviltError | None:
+        """Why nothing runs any more, where a process that holds a part of the model is gone."""
+        ...
+
+    @property
+    def ranks(self) -> int:
+        """The processes that share the model."""
         ...
 
     @property

@@ -193,6 +193,8 @@ def _why_not(recorder: Recorder, decoder: Decoder, pool: PagePool) -> str:
     A device does not wait for what the host decides. It reads from a step's buffers which slots hold recurrent states;
     kernels of the host take them as plain numbers.
     """
+    if decoder.share is not None:
+        return "steps of a model that several ranks share are not recorded: ranks wait for each other inside of them"
     if recorder.captures and decoder.asks_the_host:
         return "steps are not captured: the host reads which experts were chosen, and launches them one by one"
     if not recorder.captures and pool.layout.recurrent is not None:

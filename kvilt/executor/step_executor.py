@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..batch import Batch, Logits
-from ..errors import ContextOverflow, InputError, ModelClosed
+from ..errors import ContextOverflow, InputError, KviltError, ModelClosed
 from ..kv.cache import KVCache, positive
 from ..kv.layout import KVLayout
 from ..kv.pool import PagePool
@@ -33,6 +33,7 @@ from .device_memory import device_memory
 from .inputs import check_row
 from .kv_maker import mark_rows
 from .lora import Adapters
+from .parallel.group import RankGroup
 from .placement import KVPlacement
 from .replay import Replay
 
@@ -50,14 +51,17 @@ class StepExecutor:
         lora_memory: int | None = None,
         expanded_formats: tuple[str, ...] = (),
         weight_kernels: Mapping[str, str] | None = None,
+        group: RankGroup | None = None,
     ) -> None:
+        """`group`: the other ranks that share the model, which do what is done here."""
         self._decoder = decoder
         self._pool = pool
         self.prefixes = PrefixIndex(pool)  # KV that no cache holds any more, for the next sequence with the same tokens
         self._max_context = max_context
         self.metrics = metrics or Metrics(EXECUTOR_METRICS)
         self._calls = CallQueue(self._check_open, pool.ops.alone, self._stop_replay)
-        self.adapters = Adapters(decoder, lora_memory, self._calls.lock)
+        self._group = group
+        self.adapters = Adapters(decoder, lora_memory, self._calls.lock, group)
         self._room = min(max_context, pool.tokens)  # tokens a cache may have
         self._replay = Replay(decoder, pool, self._room)
         self.expanded_formats = expanded_formats  # of the checkpoint, which the backend holds as float32
@@ -104,6 +108,16 @@ class StepExecutor:
         return self._closed
 
     @property
+    def failure(self) -> KviltError | None:
+        """Why nothing runs any more, where a process that holds a part of the model is gone."""
+        return None if self._group is None else self._group.failure
+
+    @property
+    def ranks(self) -> int:
+        """The processes that share the model."""
+        return 1 if self._group is None else self._group.size
+
+    @property
     def busy(self) -> bool:
         """Whether a call is in progress."""
         return self._calls.busy
@@ -129,6 +143,10 @@ class StepExecutor:
             torch.no_grad(),
             self._adapted(batch) as step_adapters,
         ):
+            if self._group is not None:
+                observe(stop)  # and not between layers: the other ranks would wait for this one
+                with self._group.step(batch, step_adapters) as own:
+                    return self._decoder(own, lambda _layer: None, step_adapters)
             logits = self._replay.run(batch, lambda: observe(stop), step_adapters)
             if logits is None:
                 logits = self._decoder(batch, lambda _layer: observe(stop), step_adapters)

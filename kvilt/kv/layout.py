@@ -11,6 +11,8 @@ from typing import Any
 
 from ..ops.contract import PageShape, StateShape
 
+PAGE_TOKENS = 32  # of models' pages
+
 
 @dataclass(frozen=True, slots=True)
 class Full:

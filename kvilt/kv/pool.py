@@ -15,12 +15,13 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import InputError, ModelClosed, PoolExhausted
-from ..ops.contract import HostCopies, HostCopy, KeysValues, Ops, StateStore
+from ..ops.contract import HostCopies, HostCopy, KeysValues, Ops, StateShape, StateStore
 from .checkpoints import CheckpointSchedule
 from .identity import Identity
 from .layout import KVLayout
 from .pages_by_owner import PagesByOwner
 
+NewStates = Callable[[StateShape, int, torch.device], StateStore]
 OnEvict = Callable[[int, int], None]  # gets a layer group and a page
 
 
@@ -54,6 +55,7 @@ class PagePool:
         token_limit: int = 1 << 63,
         states: int = 0,
         checkpoints: CheckpointSchedule | int = 0,
+        new_states: NewStates = StateStore.empty,
     ) -> None:
         """`pages` of each group, or one number for each; window groups may have fewer than the others.
 
@@ -81,7 +83,7 @@ class PagePool:
         self.state_slots, self.checkpoints = _checked_states(layout, states, schedule)
         self.state_store: StateStore | None = None
         if layout.recurrent is not None:
-            self.state_store = StateStore.empty(layout.recurrent.shape, states + 1, self.device)
+            self.state_store = new_states(layout.recurrent.shape, states + 1, self.device)
         # State slots are counted like the pages of one group more, `layout.state_group`.
         self._totals = self.group_pages if layout.recurrent is None else (*self.group_pages, states)
         self._refs = [array("I", bytes(4 * n)) for n in self._totals]

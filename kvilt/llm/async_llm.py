@@ -89,7 +89,7 @@ class AsyncLLM(Model):
 
     @property
     def healthy(self) -> bool:
-        """Whether steps end in time."""
+        """Whether steps end in time, and all processes that share the model are there."""
         return self._driver.healthy
 
     @property

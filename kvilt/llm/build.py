@@ -102,7 +102,8 @@ def _drafter(options: LoadOptions, parts: _Parts, run_options: dict[str, Any]) -
     """The drafter for a loaded model; if there can be none, the model is closed."""
 
     def load_draft(name: str, kv_bytes: int) -> tuple[Executor, Tokenizer]:
-        own = {**run_options, "kv_memory": kv_bytes, "max_context": None}
+        # A draft model is small: one process has it.
+        own = {**run_options, "kv_memory": kv_bytes, "max_context": None, "tensor_parallel": 1}
         small = _parts(name, options.on_fetch, None, own)
         return small.executor, small.tokenizer
 

@@ -51,6 +51,8 @@ class RunFields(TypedDict, total=False):
     gpu_memory: float  # share of a GPU that weights, KV and activations may take
     state_every: int | None  # tokens between two checkpoints of recurrent state; None: as memory allows
     numa: bool  # CPU threads stay on physical cores, in equal shares on NUMA nodes
+    tensor_parallel: int  # processes that share the model, each with a part of its weights and KV
+    parallel_timeout_s: float  # how long one of them waits for the others in a step
     deterministic: bool  # a row's bits do not depend on its batch, on a GPU either
 
 
