@@ -124,6 +124,9 @@ RUNTIME = OptionGroup(
                 "Keep CPU threads on physical cores, in equal shares on NUMA nodes.",
                 ("--numa/--no-numa",),
             ),
+            "tensor_parallel": Option(
+                int, 1, "Processes that share the model, each with a part of it; threads are those of each."
+            ),
             "kv_memory": Option(str | None, None, "Memory for KV, like 2G; default: a quarter of the free memory."),
             "lora_memory": Option(str | None, None, "Memory for loaded adapters; default 1G."),
             "gpu_memory": Option(float, 0.9, "Share of a GPU's memory that weights, KV and activations may take."),

@@ -51,8 +51,8 @@ class Driver:
 
     @property
     def healthy(self) -> bool:
-        """Whether steps end in time."""
-        return self._hung is None or not self._stepping
+        """Whether steps end in time, and all processes that share the model are there."""
+        return self._executor.failure is None and (self._hung is None or not self._stepping)
 
     @property
     def accepting(self) -> bool:
@@ -102,6 +102,8 @@ class Driver:
                 thread.join(timeout_s)
 
     def _check(self, owner: str) -> None:
+        if (failure := self._executor.failure) is not None:
+            raise failure
         if not self.healthy:
             raise StepHung(self._config.step_timeout_s)
         if self._draining:

@@ -25,7 +25,7 @@ from .service import Service
 class Health(ResponseModel):
     """The state of the server."""
 
-    status: Literal["ok", "draining", "hung"]
+    status: Literal["ok", "draining", "hung", "failed"]
 
 
 class Version(ResponseModel):
@@ -157,16 +157,20 @@ _STATES = {200: {"model": Health}, 403: {"model": Error}, 503: {"model": Health}
 
 @health_router.get("/health", response_model=None, responses=_STATES)  # type: ignore[arg-type]
 async def health(service: ServiceDep) -> Response:
-    """Whether the engine makes progress: 503 while a step hangs."""
+    """Whether the engine makes progress: 503 while a step hangs, and once a process that has a part of it is gone."""
     healthy = service.llm.healthy
-    return json_response({"status": "ok" if healthy else "hung"}, 200 if healthy else 503)
+    return json_response({"status": "ok" if healthy else _why_not(service)}, 200 if healthy else 503)
+
+
+def _why_not(service: ServiceDep) -> str:
+    return "hung" if service.llm.executor.failure is None else "failed"
 
 
 @health_router.get("/ready", response_model=None, responses=_STATES)  # type: ignore[arg-type]
 async def ready(service: ServiceDep) -> Response:
     """Whether new requests are accepted: 503 while the server shuts down or a step hangs."""
     if not service.llm.healthy:
-        return json_response({"status": "hung"}, 503)
+        return json_response({"status": _why_not(service)}, 503)
     open_ = service.llm.accepting and not service.draining
     return json_response({"status": "ok" if open_ else "draining"}, 200 if open_ else 503)
 

@@ -36,6 +36,7 @@ from ...errors import (
     ParamError,
     PoolExhausted,
     QueueFull,
+    RankFailed,
     SessionUnknown,
     StepHung,
     TemplateError,
@@ -131,7 +132,7 @@ def http_error_of(error: BaseException) -> HTTPError:
             return HTTPError(503, str(error), code="took_too_long", headers={"retry-after": "5", **_NO_RETRY})
         case Draining() | ModelClosed() | Cancelled():
             return draining_error()
-        case StepHung() | CompilerFailed() | PoolExhausted():
+        case StepHung() | RankFailed() | CompilerFailed() | PoolExhausted():
             return HTTPError(503, str(error), code=_unavailable(error), headers={"retry-after": "5"})
         case NumericsError():
             return HTTPError(500, "the model computed no usable logits for this request", code="bad_logits")
@@ -171,11 +172,13 @@ def check_finish_reason(reason: str | None) -> str | None:
     return reason
 
 
-def _unavailable(error: StepHung | CompilerFailed | PoolExhausted) -> str:
+def _unavailable(error: StepHung | RankFailed | CompilerFailed | PoolExhausted) -> str:
     """The code of an error that may be gone after a while."""
     match error:
         case StepHung():
             return "step_hung"
+        case RankFailed():
+            return "rank_failed"
         case CompilerFailed():
             return "compiler_unavailable"
         case PoolExhausted():
