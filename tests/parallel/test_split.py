@@ -12,6 +12,7 @@ from kvilt.errors import RankFailed
 from kvilt.executor.parallel.message import MessageReader, MessageWriter
 from kvilt.models.split import Cut, joined_heads, share_heads
 from kvilt.ops.lowrank import LowRank
+from kvilt.ops.native.cores import Cores, rank_cpus
 from kvilt.quant.encode import quantize
 from kvilt.quant.formats import FORMATS
 from kvilt.quant.tensor import QuantTensor
@@ -43,6 +44,14 @@ def test_heads_that_do_not_divide() -> None:
     ]
     assert three is not None and [len(share.query) for share in three] == [3, 3, 3]
     assert share_heads(9, 3, 5) is None
+
+
+def test_ranks_have_numa_nodes_of_their_own() -> None:
+    cores = Cores((((0, 4), (1, 5)), ((2, 6), (3, 7))))
+    assert [rank_cpus(rank, 2, cores) for rank in range(2)] == [[0, 4, 1, 5], [2, 6, 3, 7]]
+    assert [rank_cpus(rank, 4, cores) for rank in range(4)] == [[0, 4, 1, 5]] * 2 + [[2, 6, 3, 7]] * 2
+    assert rank_cpus(0, 1, cores) == [0, 4, 1, 5, 2, 6, 3, 7]
+    assert rank_cpus(1, 2, Cores((((0,), (1,)),))) == rank_cpus(1, 2, None) == []
 
 
 @pytest.mark.parametrize("name", ["Q8_0", "Q4_K"])

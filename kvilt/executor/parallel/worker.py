@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import signal
 import socket
 import sys
@@ -28,6 +29,7 @@ from ...models.step_adapters import AdapterTables, EmbeddedRows, RowEmbedding, S
 from ...ops.contract import KeysValues, Ops, PageStore, Rotation, StateStore
 from ...ops.kv_dtypes import KV_DTYPES
 from ...ops.lowrank import AdapterSlots, LowRank
+from ...ops.native.cores import find_cores, rank_cpus
 from ...ops.select import select
 from ...weights.source import open_checkpoint
 from .channel import RankChannel
@@ -98,8 +100,10 @@ class RankWorker:
         config = RunConfig(**json.loads(options))
         if config.threads:
             torch.set_num_threads(config.threads)
+        if config.numa and (cpus := rank_cpus(rank, size, find_cores())):
+            os.sched_setaffinity(0, cpus)
         self._channel = channel
-        self.ops: Ops = select(config.backend, config.threads, torch.device("cpu"), config.deterministic)
+        self.ops: Ops = select(config.backend, config.threads, torch.device("cpu"), config.deterministic, config.numa)
         checkpoint = open_checkpoint(Path(path))
         with checkpoint.tensors:
             spec = at_context(read_spec(checkpoint), max_context)

@@ -68,6 +68,18 @@ def placement(threads: int, cores: Cores | None) -> list[list[int]]:
     return [node_cpus[0]] * threads
 
 
+def rank_cpus(rank: int, ranks: int, cores: Cores | None) -> list[int]:
+    """The CPUs of one of several processes that share a model: nodes of its own; none where there is one node.
+
+    Rank 0 has the first nodes, which are those that `placement` fills first.
+    """
+    if cores is None or len(cores.nodes) < 2:
+        return []
+    first = rank * len(cores.nodes) // ranks
+    own = cores.nodes[first : max(first + 1, (rank + 1) * len(cores.nodes) // ranks)]
+    return [cpu for node in own for core in node for cpu in core]
+
+
 def _nodes_for(threads: int, nodes: Sequence[list[int]]) -> list[list[int]]:
     """The fewest nodes, of the first ones, in which equal shares of the threads have a core each."""
     for count in range(1, len(nodes) + 1):
