@@ -1,6 +1,6 @@
 """How the native linear kernels scale with threads, on random weights of a 1B model's shapes.
 
-python bench/cpu_scaling.py [--isa auto] [--format Q4_1]
+python bench/cpu_scaling.py [--isa auto] [--format Q4_1] [--threads 1 2 4]
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--isa", default="auto")
     parser.add_argument("--format", default="Q4_1")
+    parser.add_argument("--threads", type=int, nargs="*", default=[1, 2, 4, 8, 16, 32, 64])
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     packer = NativeOps(1, arguments.isa)
@@ -50,7 +51,7 @@ def main() -> None:
     size, count = sum(w.nbytes for w in weights), sum(w.shape[0] * w.shape[1] for w in weights)
     print(f"{packer.numerics}, {arguments.format}, {size / 1e6:.0f} MB of weights")
     print(f"{'threads':>8}{'1 row, GB/s':>14}{'32 rows, GOP/s':>16}{'256 rows, GOP/s':>17}")
-    for threads in (1, 2, 4, 8, 16, 32, 64):
+    for threads in arguments.threads:
         if threads > (os.cpu_count() or 1):
             break
         ops = NativeOps(threads, arguments.isa)

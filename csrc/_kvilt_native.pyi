@@ -123,6 +123,10 @@ class KernelRunner:
     @property
     def isa(self) -> str: ...
     @property
+    def numerics(self) -> str:
+        """The instruction set whose bits this one gives; what KV identity names."""
+
+    @property
     def threads(self) -> int: ...
     def begin_recording(self) -> None:
         """Remember the calls from now on that take addresses, besides doing them."""

@@ -173,6 +173,29 @@ struct Codes {
   }
 };
 
+#if defined(__AVXVNNI__)
+
+// Signed codes: the magnitude goes in as unsigned and the sign to the activation.
+template <int Coding>
+inline __m256i add_products(__m256i sum, __m256i code, __m256i act) {
+  if constexpr (Coding == 8 || Coding == kIq4Coding)
+    return _mm256_dpbusd_avx_epi32(sum, _mm256_abs_epi8(code), _mm256_sign_epi8(act, code));
+  return _mm256_dpbusd_avx_epi32(sum, code, act);
+}
+
+template <int First, int Count, int Coding>
+inline Ints dots(const Codes<Coding>& w, const int8_t* x) {
+  __m256i a = _mm256_setzero_si256(), b = _mm256_setzero_si256();
+#pragma GCC unroll 8
+  for (int j = First; j < First + Count; j += 2) {
+    a = add_products<Coding>(a, w.v[j], four(x + 4 * j));
+    b = add_products<Coding>(b, w.v[j + 1], four(x + 4 * j + 4));
+  }
+  return {_mm256_add_epi32(a, b)};
+}
+
+#else
+
 // Products of two codes and two activations are at most 2 * 127 * (2^bits - 1), 2 * 127 * 24 for MXFP4, so sixteen bits hold the sum of this
 // many steps before it is widened.
 template <int Coding>
@@ -205,6 +228,8 @@ inline Ints dots(const Codes<Coding>& w, const int8_t* x) {
   }
   return {sum};
 }
+
+#endif
 
 constexpr int kByteOffset = 0;
 

@@ -2,5 +2,5 @@
 #include "kernels_impl.h"
 
 namespace kvilt {
-constexpr KernelTable kGenericKernels = generic::kernel_table("generic");
+constexpr KernelTable kGenericKernels = generic::kernel_table("generic", "generic");
 }  // namespace kvilt

@@ -9,9 +9,8 @@
 namespace kvilt {
 namespace {
 
-// Groups of rows that one thread takes through a tile before another tile: their activations stay in its cache.
-constexpr int64_t kGroupsAtOnce = 8;
-constexpr int64_t kWorthSharing = 64;  // blocks of activations: fewer take less time than waking a thread
+constexpr int64_t kCachedBytes = 1 << 20;  // activations that one thread takes through a tile before another tile
+constexpr int64_t kWorthSharing = 64;      // blocks of activations: fewer take less time than waking a thread
 
 // About how long one core takes for a tile: it reads weights at 10 bytes a nanosecond and multiplies 150 numbers.
 int64_t tile_nanoseconds(const PackedWeight& weight, int64_t rows) {
@@ -53,14 +52,18 @@ QuantizedRows KernelRunner::quantize(const float* x, int64_t rows, int64_t input
   return quantized;
 }
 
-void KernelRunner::tiles(int64_t tiles, int64_t groups, int64_t nanoseconds,
+void KernelRunner::tiles(int64_t tiles, int64_t groups, int64_t inputs, int64_t nanoseconds,
                          const std::function<void(int64_t, int64_t, int64_t)>& work) {
   const int threads = pool_.worth(nanoseconds);
   // A few tiles an item: handing one out costs as much as a short tile takes.
   const int64_t together = std::clamp<int64_t>(tiles / (threads * 16), 1, 8);
-  const int64_t runs = (tiles + together - 1) / together, chunks = (groups + kGroupsAtOnce - 1) / kGroupsAtOnce;
+  const int64_t runs = (tiles + together - 1) / together;
+  // Eight groups of rows or more, if the cache of a core holds them; an even number, as kernels ask for.
+  const int64_t cached = kCachedBytes / (2 * kRowGroup * inputs) * 2;
+  const int64_t at_once = std::clamp<int64_t>(cached, 8, kernels_.linear.groups_at_once);
+  const int64_t chunks = (groups + at_once - 1) / at_once;
   const auto item = [&](int64_t item, int) {
-    const int64_t first = item / runs * kGroupsAtOnce, last = std::min(groups, first + kGroupsAtOnce);
+    const int64_t first = item / runs * at_once, last = std::min(groups, first + at_once);
     for (int64_t tile = item % runs * together; tile < std::min(tiles, (item % runs + 1) * together); ++tile)
       work(tile, first, last);
   };
@@ -79,7 +82,7 @@ void KernelRunner::linears(const std::vector<LinearMap>& maps, const float* x, i
     nanoseconds += map.weight.tiles() * tile_nanoseconds(map.weight, rows);
   }
   const QuantizedRows quantized = quantize(x, rows, inputs, packed);
-  tiles(count, quantized.groups(), nanoseconds, [&](int64_t tile, int64_t first, int64_t last) {
+  tiles(count, quantized.groups(), inputs, nanoseconds, [&](int64_t tile, int64_t first, int64_t last) {
     size_t which = 0;
     while (tile >= maps[which].weight.tiles()) tile -= maps[which++].weight.tiles();
     kernels_.linear.linear_tile(maps[which].weight, tile, quantized, first, last, maps[which].to);
@@ -95,7 +98,8 @@ void KernelRunner::gate_up(const LinearMap& gate, const LinearMap& up, const flo
   const QuantizedRows quantized = quantize(x, rows, gate.weight.inputs, packed);
   const int64_t nanoseconds =
       gate.weight.tiles() * (tile_nanoseconds(gate.weight, rows) + tile_nanoseconds(up.weight, rows));
-  tiles(gate.weight.tiles(), quantized.groups(), nanoseconds, [&](int64_t tile, int64_t first, int64_t last) {
+  const int64_t groups = quantized.groups(), inputs = gate.weight.inputs;
+  tiles(gate.weight.tiles(), groups, inputs, nanoseconds, [&](int64_t tile, int64_t first, int64_t last) {
     kernels_.linear.gate_up_tile(gate.weight, up.weight, tile, quantized, first, last, gate.to.bias, up.to.bias,
                                  activation, out);
   });

@@ -41,6 +41,7 @@ class KernelRunner {
   KernelRunner(int threads, const std::string& isa, const std::vector<std::vector<int>>& cpus);
 
   const char* isa() const { return kernels_.isa; }
+  const char* numerics() const { return kernels_.numerics; }
   int threads() const { return pool_.threads(); }
 
   // Several products of the same input, which is quantized once; all tiles are one piece of work for the threads.
@@ -125,7 +126,7 @@ class KernelRunner {
   ExpertRunner experts_;
   QuantizedRows quantize(const float* x, int64_t rows, int64_t inputs, bool packed);
   void pieces(int64_t n, const std::function<void(int64_t at, int64_t count)>& work);
-  void tiles(int64_t tiles, int64_t groups, int64_t nanoseconds,
+  void tiles(int64_t tiles, int64_t groups, int64_t inputs, int64_t nanoseconds,
              const std::function<void(int64_t tile, int64_t first, int64_t last)>& work);
 
   std::unique_ptr<Program> recording_;

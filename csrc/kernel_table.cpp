@@ -2,19 +2,48 @@
 
 #include <stdexcept>
 
+#include "cpu_features.h"
+
 namespace kvilt {
 namespace {
+
+#if defined(KVILT_X86)
+
+// AVX-512 but for products of many rows, with the same bits.
+KernelTable with_tiles(const char* isa, const WideKernels& wide) {
+  KernelTable table = kAvx512Kernels;
+  table.isa = isa;
+  table.linear.quantize = wide.quantize;
+  table.linear.linear_tile = wide.linear_tile;
+  table.linear.gate_up_tile = wide.gate_up_tile;
+  table.linear.groups_at_once = 32;
+  return table;
+}
+
+const KernelTable& amx_table() {
+  static const KernelTable table = with_tiles("amx", kAmxKernels);
+  return table;
+}
+
+const KernelTable& emulated_amx_table() {
+  static const KernelTable table = with_tiles("amx-emulated", kEmulatedAmxKernels);
+  return table;
+}
+
+#endif
 
 // The tables that this machine can run, best first.
 std::vector<const KernelTable*> available_tables() {
   std::vector<const KernelTable*> found;
+  [[maybe_unused]] const CpuFeatures cpu = cpu_features();
 #if defined(KVILT_X86)
-  __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-  if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni"))
-    found.push_back(&kAvx512Kernels);
-  if (avx2) found.push_back(&kAvx2Kernels);
+  if (cpu.amx) found.push_back(&amx_table());
+  if (cpu.avx512) found.push_back(&kAvx512Kernels);
+  if (cpu.avx_vnni) found.push_back(&kAvxVnniKernels);
+  if (cpu.avx2) found.push_back(&kAvx2Kernels);
+#elif defined(KVILT_ARM)
+  if (cpu.i8mm) found.push_back(&kI8mmKernels);
+  if (cpu.dotprod) found.push_back(&kNeonKernels);
 #endif
   found.push_back(&kGenericKernels);
   return found;
@@ -31,6 +60,9 @@ std::vector<std::string> available_isas() {
 const KernelTable& find_kernels(const std::string& isa) {
   for (const KernelTable* table : available_tables())
     if (isa == "auto" || isa == table->isa) return *table;
+#if defined(KVILT_X86)
+  if (isa == emulated_amx_table().isa && cpu_features().avx512) return emulated_amx_table();
+#endif
   throw std::invalid_argument("this machine cannot run the instruction set " + isa);
 }
 

@@ -15,6 +15,7 @@ namespace kvilt {
 
 struct KernelTable {
   const char* isa;
+  const char* numerics;  // what KV identity names: instruction sets that give the same bits share it
   LinearKernels linear;
   PageKernels pages;
   ReduceKernels reduce;
@@ -26,7 +27,8 @@ struct KernelTable {
 
 extern const KernelTable kGenericKernels;
 #if defined(KVILT_X86)
-extern const KernelTable kAvx2Kernels, kAvx512Kernels;
+extern const KernelTable kAvx2Kernels, kAvxVnniKernels, kAvx512Kernels;
+extern const WideKernels kAmxKernels, kEmulatedAmxKernels;  // they take the place of some of AVX-512's
 #endif
 
 // The instruction sets this machine can run, best first.

@@ -11,6 +11,7 @@ constexpr int kTile = 16;
 constexpr int kBlock = 32;      // inputs that share an activation scale
 constexpr int kSuperBlock = 8;  // blocks of a k-format that share a header
 constexpr int kRowGroup = 8;    // rows that go through a tile together
+constexpr int kWideGroup = 16;  // rows that go through a tile of AMX together
 
 // Of a feed-forward gate. kSwigluOai is that of gpt-oss: both inputs clamped, and one added to the second. kRelu2 is
 // the square of what is above zero.
@@ -49,7 +50,7 @@ struct PackedWeight {
 
 // Rows of activations, as they are and as int8. Rows stand in groups of eight (the last may be smaller), and inside a
 // group of R rows the blocks follow each other: [block][R][32] values, [block][4][R] floats. The floats are the scale,
-// the scaled sum of the block, and the scaled sums of its halves.
+// the scaled sum of the block, and the scaled sums of its halves. With AMX two groups stand as one of up to sixteen rows.
 //
 // Few blocks of a row hold its largest activations, and most of the error of eight bits. What eight bits leave of these
 // blocks is quantized to eight more: the remainders of a group, [remainder][32] values and [remainder][4] floats,
@@ -88,7 +89,7 @@ struct ExpertSum {
 
 struct LinearKernels {
   void (*quantize)(const QuantizedRows& x, int64_t group);
-  // One tile of outputs for the rows of groups [first, last).
+  // One tile of outputs for the rows of groups [first, last): an even number, or all up to the last group, from an even one.
   void (*linear_tile)(const PackedWeight& w, int64_t tile, const QuantizedRows& x, int64_t first, int64_t last,
                       const LinearOutput& to);
   // activation(gate) * up, both products of the same input.
@@ -102,6 +103,14 @@ struct LinearKernels {
   void (*add_scaled)(const float* a, const float* b, float scale, int64_t n, float* out);  // a + scale * b
   void (*expert_sum)(const ExpertSum& sum, int64_t n, float* out);
   int64_t (*argmax)(const float* x, int64_t n);  // the first of the largest; -1 if any is not a number
+  int64_t groups_at_once;                        // groups of rows that a call should have at most
+};
+
+// What AMX replaces of another instruction set's kernels.
+struct WideKernels {
+  decltype(LinearKernels::quantize) quantize;
+  decltype(LinearKernels::linear_tile) linear_tile;
+  decltype(LinearKernels::gate_up_tile) gate_up_tile;
 };
 
 }  // namespace kvilt

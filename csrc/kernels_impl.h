@@ -18,10 +18,16 @@
 
 namespace kvilt::KVILT_ISA {
 
-constexpr KernelTable kernel_table(const char* isa) {
+// Groups of rows that one thread takes through a tile before another tile: their activations stay in its cache.
+constexpr int64_t kGroupsAtOnce = 8;
+
+// Tables with the same `numerics` give the same bits.
+constexpr KernelTable kernel_table(const char* isa, const char* numerics) {
   return {
       isa,
-      {quantize, linear_tile, gate_up_tile, embed, rms_norm, layer_norm, add, add_scaled, expert_sum, argmax},
+      numerics,
+      {quantize, linear_tile, gate_up_tile, embed, rms_norm, layer_norm, add, add_scaled, expert_sum, argmax,
+       kGroupsAtOnce},
       {rotate, write_token, interpolate, attention_tiles, attention_scratch, merge_partials, write_means},
       {peak, scale_logits, exp_sum, exp_weights, kth_largest, collect_at_least, weight_below, keep_from, count_ahead,
        draw},

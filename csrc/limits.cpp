@@ -15,7 +15,7 @@
 #include <thread>
 #include <vector>
 
-#include "kernel_table.h"
+#include "cpu_features.h"
 #include "limits_impl.h"
 
 namespace kvilt {
@@ -31,9 +31,9 @@ constexpr double kTry_s = 0.1;  // long enough that a host moves two virtual cor
 
 limits::Loops best_loops() {
 #if defined(KVILT_X86)
-  const std::string isa = available_isas().front();
-  if (isa == "avx512") return {limits::read_avx512, limits::multiply_avx512};
-  if (isa == "avx2") return {limits::read_avx2, limits::multiply_avx2};
+  const CpuFeatures cpu = cpu_features();
+  if (cpu.avx512) return {limits::read_avx512, limits::multiply_avx512};
+  if (cpu.avx2) return {limits::read_avx2, limits::multiply_avx2};
 #endif
   return {limits::read_generic, limits::multiply_generic};
 }

@@ -74,6 +74,7 @@ NB_MODULE(_kvilt_native, m) {
   nb::class_<KernelRunner> runner(m, "KernelRunner");
   runner.def(nb::init<int, const std::string&, const std::vector<std::vector<int>>&>())
       .def_prop_ro("isa", [](const KernelRunner& r) { return std::string(r.isa()); })
+      .def_prop_ro("numerics", [](const KernelRunner& r) { return std::string(r.numerics()); })
       .def_prop_ro("threads", &KernelRunner::threads)
       .def("begin_recording", &KernelRunner::begin_recording)
       .def("end_recording", &KernelRunner::end_recording)

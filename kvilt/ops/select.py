@@ -56,7 +56,7 @@ BACKENDS: Mapping[str, MakeOps] = MappingProxyType(
 # with weights, activations and KV in float32, beside which the usual ones can be judged.
 NARROWED: Mapping[str, MakeOps] = MappingProxyType(
     {
-        **{f"native/{isa}": partial(_native, isa) for isa in ("avx512", "avx2", "generic")},
+        **{f"native/{isa}": partial(_native, isa) for isa in ("amx", "avx512", "avxvnni", "avx2", "i8mm", "neon", "generic")},
         "triton/float32": partial(_triton, torch.float32, False),
     }
 )

@@ -98,7 +98,7 @@ class NativeOps:
     @property
     def numerics(self) -> str:
         # The module's own revision, whatever Python code runs beside it: modules before the third did not say it.
-        return f"native-{getattr(self._module, 'REVISION', 2)}/{self._runner.isa}"
+        return f"native-{getattr(self._module, 'REVISION', 2)}/{self._runner.numerics}"
 
     def alone(self) -> AbstractContextManager[None]:
         # Torch's threads spin for a while after each of its operations, on the cores that our own threads need.

@@ -1,0 +1,7 @@
+// Tiles of AMX beside the AVX-512 kernels.
+#define KVILT_ISA amx
+#include "amx_impl.h"
+
+namespace kvilt {
+constexpr WideKernels kAmxKernels = amx::wide_kernels();
+}  // namespace kvilt

@@ -1,0 +1,8 @@
+// The kernels of isa_amx.cpp with tiles in plain C++, so that machines without AMX can test them.
+#define KVILT_ISA amx_emulated
+#define KVILT_AMX_EMULATED 1
+#include "amx_impl.h"
+
+namespace kvilt {
+constexpr WideKernels kEmulatedAmxKernels = amx_emulated::wide_kernels();
+}  // namespace kvilt

@@ -1,0 +1,74 @@
+"""Instruction sets that promise the bits of another one: AMX those of AVX-512, AVX-VNNI those of AVX2.
+
+`amx-emulated` is the source of the AMX kernels with its tiles in plain C++, so every machine with AVX-512 tests it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from test_native import PACKED, a_weight, random_blocks, with_outliers
+
+from kvilt.errors import Unsupported
+from kvilt.ops.contract import Routing
+from kvilt.ops.native.backend import NativeOps
+from kvilt.ops.routing import route
+
+PAIRS = [("amx-emulated", "avx512"), ("amx", "avx512"), ("avxvnni", "avx2")]
+ROWS = (1, 8, 9, 15, 16, 17, 40, 272)
+
+
+@pytest.fixture(scope="module", params=PAIRS, ids=lambda pair: pair[0])
+def both(request: pytest.FixtureRequest) -> tuple[NativeOps, NativeOps]:
+    """The one under test, on several threads, and the one whose bits it promises."""
+    try:
+        return NativeOps(3, request.param[0]), NativeOps(1, request.param[1])
+    except Unsupported as missing:
+        pytest.skip(str(missing))
+
+
+def test_they_share_the_identity_of_kv(both: tuple[NativeOps, NativeOps]) -> None:
+    assert both[0].numerics == both[1].numerics
+
+
+@pytest.mark.parametrize("name", [*PACKED, "F16"])
+def test_products_have_the_same_bits(both: tuple[NativeOps, NativeOps], name: str) -> None:
+    weight, bias = a_weight(name, 37, 768), torch.randn(37)
+    for rows in ROWS:
+        for x in (torch.randn(rows, 768), with_outliers(rows, 768)):
+            residual = torch.randn(rows, 37)
+            one, other = (ops.linear(x, ops.prepare(weight), bias, residual.clone()) for ops in both)
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("names", [("Q4_0", "Q4_0"), ("Q4_K", "Q6_K"), ("Q8_0", "F16"), ("F32", "BF16")], ids=str)
+def test_gates_have_the_same_bits(both: tuple[NativeOps, NativeOps], names: tuple[str, str]) -> None:
+    gate, up = (a_weight(name, 37, 512) for name in names)
+    for rows in (1, 13, 16, 35):
+        x = with_outliers(rows, 512)
+        one, other = (ops.gate_up(x, (ops.prepare(gate), None), (ops.prepare(up), None), "silu") for ops in both)
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("tokens", [1, 9, 70])
+def test_experts_have_the_same_bits(both: tuple[NativeOps, NativeOps], tokens: int) -> None:
+    weights = [[random_blocks("Q4_0", *shape, seed=e) for shape in ((64, 256), (64, 256))] for e in range(4)]
+    downs = [random_blocks("Q8_0", 256, 64, seed=e) for e in range(4)]
+    x, routed = with_outliers(tokens, 256), route(torch.randn(tokens, 4), Routing(2))
+
+    def found(ops: NativeOps) -> Any:
+        maps = [tuple((ops.prepare(w), None) for w in (*own, down)) for own, down in zip(weights, downs, strict=True)]
+        return ops.experts(x, routed, ops.stack_experts(maps), "silu")
+
+    assert torch.equal(found(both[0]), found(both[1]))
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_K", "Q6_K"])
+def test_a_row_does_not_see_its_neighbours(both: tuple[NativeOps, NativeOps], name: str) -> None:
+    ops, x = both[0], with_outliers(300, 512)
+    packed = ops.prepare(random_blocks(name, 40, 512))
+    whole = ops.linear(x, packed)
+    assert torch.equal(torch.cat([ops.linear(x[i : i + 1], packed) for i in range(0, 300, 7)]), whole[::7])
+    assert torch.equal(torch.cat([ops.linear(part, packed) for part in x.split([100, 13, 60, 127])]), whole)
