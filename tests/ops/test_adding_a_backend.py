@@ -51,7 +51,7 @@ def test_a_name_is_registered_once() -> None:
 
 
 def test_a_name_that_is_not_registered_is_refused_before_a_model_is_looked_for(tmp_path: Path) -> None:
-    says = r"^backend: must be one of auto, native, triton, reference, native/avx512, .* not 'float64'"
+    says = r"^backend: must be one of auto, native, triton, reference, native/amx, .* not 'float64'"
     with pytest.raises(ParamError, match=says):
         kvilt.load("no-such-model", backend="float64")
     with pytest.raises(ParamError, match=says):
