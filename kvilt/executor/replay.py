@@ -22,7 +22,7 @@ from ..ops.lowrank import AdapterSlots
 from ..sampling.prepare import PreparedSteps
 
 MAX_RECORDINGS = 128  # of steps, and as many of loops; the oldest makes room
-REPLAY_STEPS = 32  # the most steps between two returns to Python
+REPLAY_STEPS = 128  # the most steps between two returns to Python
 MAX_RUN = 33  # tokens of one row with all its logits: a token and its drafts
 
 
@@ -43,13 +43,21 @@ class Recording:
             copy_picks(step_adapters.adapter_slots, self.step_adapters.adapter_slots)
 
 
+@dataclass(frozen=True, slots=True)
+class DecodeSize:
+    """Decode steps that one recording serves."""
+
+    rows: int
+    tokens: int  # the fewest of its longest row
+
+
 class Replay:
     """Recordings of one decoder on one pool."""
 
     def __init__(self, decoder: Decoder, pool: PagePool, max_context: int) -> None:
         self._decoder = decoder
         self._pool = pool
-        self._width = pool.layout.pages_for(max_context)
+        self._most_tokens = max_context  # of a row
         recorder = decoder.ops.recorder()
         self.note = "" if recorder is None else _why_not(recorder, decoder, pool)  # why no step is recorded
         self._recorder: Recorder | None = None if self.note else recorder
@@ -61,12 +69,15 @@ class Replay:
         """Whether rows of `sample` may draw; otherwise all of them take their likeliest tokens."""
         return self._recorder is not None and self._recorder.draws
 
-    def decode_sizes(self, max_rows: int) -> list[int]:
-        """The numbers of rows, up to `max_rows`, of recorded decode steps."""
+    def decode_sizes(self, max_rows: int) -> list[DecodeSize]:
+        """The recorded decode steps of up to `max_rows` rows."""
         if self._recorder is None:
             return []
-        most = min(max_rows, self._recorder.max_rows)
-        return sorted({self._recorder.padded_rows(rows) for rows in range(1, most + 1)})
+        recorder, most = self._recorder, self._most_tokens
+        sizes = sorted({recorder.padded_rows(rows) for rows in range(1, min(max_rows, recorder.max_rows) + 1)})
+        rooms = [(rows, recorder.room_tokens(rows, 1, most)) for rows in sizes]
+        longer = [DecodeSize(rows, room + 1) for rows, room in rooms if room < most]
+        return [*(DecodeSize(rows, 1) for rows in sizes), *longer]
 
     def run(
         self, batch: Batch, observe: Callable[[], None], step_adapters: StepAdapters | None = None
@@ -81,8 +92,7 @@ class Replay:
             or not recordable(step_adapters)
         ):
             return None
-        starts = self._padded(batch)
-        shape = Shape.of(starts, step_adapters)
+        shape = Shape.of(*self._padded(batch), step_adapters)
         recording = self._known(self._steps, shape, step_adapters)
         if recording is None:
             observe()  # recording a step runs it
@@ -111,7 +121,7 @@ class Replay:
         """
         if self._recorder is None or not is_decode(batch, self._recorder.max_rows) or not recordable(step_adapters):
             return None
-        shape = Shape.of(self._padded(batch), step_adapters, "argmax" if draws is None else draws.table.kinds)
+        shape = Shape.of(*self._padded(batch), step_adapters, "argmax" if draws is None else draws.table.kinds)
         recording = self._known(self._loops, shape, step_adapters)
         if recording is None:
             recording = self._record(batch.step, shape, self._loops, step_adapters, draws)
@@ -135,12 +145,19 @@ class Replay:
         self._recorder.stop(False)
         observe()
 
-    def _padded(self, batch: Batch) -> tuple[int, ...]:
-        """Where rows start in the recording for a batch: a decode step may have dummy rows behind its own."""
+    def _padded(self, batch: Batch) -> tuple[tuple[int, ...], int]:
+        """Where rows start in the recording for a batch, and the pages of its tables.
+
+        A decode step may have dummy rows behind its own.
+        """
         assert self._recorder is not None
-        rows = len(batch.rows)
-        padded = self._recorder.padded_rows(rows) if batch.num_tokens == rows else rows
-        return batch.starts if padded == rows else tuple(range(padded + 1))
+        rows, layout, tokens = len(batch.rows), self._pool.layout, self._most_tokens
+        if batch.num_tokens > rows:
+            return batch.starts, layout.pages_for(tokens)
+        padded = self._recorder.padded_rows(rows)
+        pages = max(one.tables.shape[1] for one in batch.step.segments[0].paging)
+        room = self._recorder.room_tokens(padded, pages * layout.page_tokens, tokens)
+        return batch.starts if padded == rows else tuple(range(padded + 1)), layout.pages_for(room)
 
     def _known(
         self, recordings: dict[Shape, Recording], shape: Shape, step_adapters: StepAdapters | None
@@ -163,7 +180,7 @@ class Replay:
         starts, recorder, stores, size = shape.starts, self._recorder, self._pool.stores, self._pool.layout.page_tokens
         dummy_pages, own_starts = self._pool.dummy_pages, step.segments[0].lengths.starts
         padded = step if starts == own_starts else step.padded(len(starts) - 1, dummy_pages, size)
-        own, dummies = (padded.blank(self._width, dummy_pages, size) for _ in range(2))
+        own, dummies = (padded.blank(shape.pages, dummy_pages, size) for _ in range(2))
         picked = own_picks(step_adapters, starts[-1])
         fill(own, step, dummies)
         loop_draws = None
@@ -238,16 +255,18 @@ class Shape:
     """Steps of one shape are one recording."""
 
     starts: tuple[int, ...]  # of the rows
+    pages: int  # that a row's table has room for
     adapted: frozenset[str]  # the kinds of maps that adapters change
     loop: tuple[bool, ...] | Literal["argmax"] | None = None  # how the rows of a loop draw
 
     @staticmethod
     def of(
         starts: tuple[int, ...],
+        pages: int,
         step_adapters: StepAdapters | None,
         loop: tuple[bool, ...] | Literal["argmax"] | None = None,
     ) -> Shape:
-        return Shape(starts, frozenset() if step_adapters is None else step_adapters.parts, loop)
+        return Shape(starts, pages, frozenset() if step_adapters is None else step_adapters.parts, loop)
 
 
 def recordable(step_adapters: StepAdapters | None) -> bool:

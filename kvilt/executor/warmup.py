@@ -22,9 +22,10 @@ _LEAST_TOKENS = 16
 def warm_up(executor: StepExecutor, step_tokens: int, max_rows: int, on_progress: OnWarmup | None = None) -> None:
     """Run prompts of up to `step_tokens` tokens and decode steps of up to `max_rows` rows, size after size."""
     room = min(executor.max_context, executor.pool.tokens)
-    steps = [*prompt_steps(step_tokens, max_rows, room), *([1] * rows for rows in executor.decode_sizes(max_rows))]
+    prompts = [(lengths, lengths[0]) for lengths in prompt_steps(step_tokens, max_rows, room)]
+    steps = [*prompts, *(([1] * size.rows, size.tokens) for size in executor.decode_sizes(max_rows))]
     for done, step in enumerate(steps):
-        _run(executor, step)
+        _run(executor, *step)
         if on_progress is not None:
             on_progress(done + 1, len(steps))
 
@@ -44,11 +45,14 @@ def _rows(tokens: int, most: int) -> list[int]:
     return [most] * (tokens // most) + ([tokens % most] if tokens % most else [])
 
 
-def _run(executor: StepExecutor, lengths: Sequence[int]) -> None:
-    """One step of rows with so many tokens each, and a draw; not where the pool is too small for it."""
-    with executor.create_kv_cache(len(lengths), capacity=max(lengths)) as kv:
+def _run(executor: StepExecutor, lengths: Sequence[int], longest: int) -> None:
+    """One step of rows with so many tokens each, and a draw; not where the pool is too small for it.
+
+    The first row has room for `longest` tokens: a step is recorded by the room of its longest row.
+    """
+    with executor.create_kv_cache(len(lengths), capacity=longest) as kv:
         try:
-            kv.reserve(lengths)
+            kv.reserve([longest, *lengths[1:]])
         except PoolExhausted:
             return
         rows = [Row(Ids([0] * length), range(length), kv, i, want=Last(1)) for i, length in enumerate(lengths)]

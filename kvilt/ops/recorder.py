@@ -44,6 +44,14 @@ class Recorder(Protocol):
         """Rows of the recording that serves a decode step of `rows`: few recordings serve all steps."""
         ...
 
+    def room_tokens(self, rows: int, tokens: int, most: int) -> int:
+        """Tokens of a row that the page tables of a recording have room for; those of the decode step have `tokens`.
+
+        `most` is what a row may ever have. Kernels may be chosen by it, so recordings of several rooms may serve one
+        number of rows.
+        """
+        ...
+
     def record(self, step: Callable[[], Tensor]) -> Recorded | None:
         """Run `step` and remember what it did; None if it did something that cannot be remembered."""
         ...

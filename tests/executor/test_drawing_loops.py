@@ -7,6 +7,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+import torch
 from tiny import VOCAB, write_tiny
 
 from kvilt.config import RunConfig
@@ -83,3 +84,62 @@ def test_a_row_that_ends_ends_the_loop(executor: ModelExecutor) -> None:
 def test_draws_that_read_history_are_single_steps(executor: ModelExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executor, "run_steps", lambda *_: pytest.fail("penalties need the tokens drawn before"))
     drawn(executor, [SamplingParams(temperature=1.0, seed=1, repetition_penalty=1.2)], 3)
+
+
+class CountingGraph:
+    """A step that draws 1, 2, 3 and so on for its first row, and ten times that for the second."""
+
+    def __init__(self) -> None:
+        self.runs, self.drawn = 0, torch.zeros(3, dtype=torch.int64)
+
+    def replay(self) -> None:
+        self.runs += 1
+        self.drawn[:2] = torch.tensor([self.runs, 10 * self.runs])
+
+
+@pytest.mark.parametrize(("end", "steps"), [(1, 50), (7, 50), (8, 50), (9, 50), (30, 50), (50, 50), (99, 50), (99, 3)])
+def test_a_loop_ends_with_the_first_end_and_few_steps_are_in_vain(end: int, steps: int) -> None:
+    from kvilt.ops.triton.graphs import READ_STEPS, CapturedStep
+
+    graph = CountingGraph()
+    step = CapturedStep(graph, graph.drawn, graph.drawn, lambda: False)  # type: ignore[arg-type]
+    tokens = step.loop(steps, graph.drawn, [[], [10 * end]])
+    assert tokens.tolist() == [[i, 10 * i] for i in range(1, min(end, steps) + 1)]
+    assert graph.runs <= min(steps, end + 2 * READ_STEPS)
+
+
+def test_a_stopped_loop_gives_the_tokens_it_has() -> None:
+    from kvilt.ops.triton.graphs import CapturedStep
+
+    graph = CountingGraph()
+    step = CapturedStep(graph, graph.drawn, graph.drawn, lambda: graph.runs == 11)  # type: ignore[arg-type]
+    assert step.loop(50, graph.drawn, [[], []]).tolist() == [[i, 10 * i] for i in range(1, 12)]
+    assert step.loop(50, graph.drawn, [[], []]).tolist() == []
+
+
+def test_few_rows_of_few_tokens_have_recordings_of_their_own(executor: ModelExecutor) -> None:
+    recorder = executor._replay._recorder
+    assert recorder is not None
+    assert recorder.room_tokens(1, 300, 1 << 17) == recorder.room_tokens(2, 4096, 1 << 17) == 4096
+    assert recorder.room_tokens(1, 4097, 1 << 17) == recorder.room_tokens(3, 300, 1 << 17) == 1 << 17
+    assert recorder.room_tokens(1, 300, 1024) == 1024
+
+
+def test_a_row_that_outgrows_its_recording_gets_another(
+    executor: ModelExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvilt.ops.triton import graphs
+
+    params = [DRAWS["greedy"]]
+    expected = drawn_apart(executor, params, 4)
+    monkeypatch.setattr(graphs, "MOST_KEYS", executor.layout.page_tokens)
+    monkeypatch.setattr(executor._replay, "_loops", {})
+    assert drawn(executor, params, 4) == expected
+    with executor.create_kv_cache() as kv:
+        kv.reserve(executor.layout.page_tokens + 1)
+        assert executor.sample_tokens(4, PROMPTS[:1], kv, params=params) == expected
+    assert [shape.pages > 1 for shape in executor._replay._loops] == [False, True]
+    sizes = executor.decode_sizes(3)
+    assert [size.rows for size in sizes if size.tokens == 1] == [1, 2, 4]
+    assert [size.rows for size in sizes if size.tokens == executor.layout.page_tokens + 1] == [1, 2]
+    assert len(sizes) == 5

@@ -60,7 +60,9 @@ def test_norms_of_heads_come_first(ops: Ops, new_pages: Any, random_of: Any, nam
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("positions", [[0], [3, 9, 1], [2, 150]], ids=["first", "short", "split"])
+@pytest.mark.parametrize(
+    "positions", [[0], [3, 9, 1], [2, 150], [3, 9, 1, 0, 5, 7, 2, 30, 12]], ids=["first", "short", "split", "many"]
+)
 def test_it_is_a_write_and_then_attention(
     ops: Ops, new_pages: Any, random_of: Any, name: str, positions: list[int]
 ) -> None:

@@ -18,6 +18,7 @@ from torch.nn.attention.bias import causal_lower_right
 from ..contract import AttentionMask, NewKV, Paging
 from ..packed_values import unpack_values
 from ..reference import ReferencePages
+from .decode_attention import MOST_KEYS, MOST_PROGRAMS, decode_attention, takes
 from .key_tiles import first_seen, over_tiles
 from .overlap import await_inputs, fetch_ahead, launch_next, overlap
 from .softmax_shares import MAX_SHARES, leave_share, merged_shares, share_of_keys, with_sink
@@ -53,6 +54,9 @@ def attention(
     single = lengths.max_query <= block_m // group  # a row is one tile
     tiles = lengths.rows if single else tokens // (block_m // group) + lengths.rows
     most_keys, narrow = paging.tables.shape[1] * shape.page_tokens, decoding and bool(shape.scales)
+    key_bytes = max(dim, shape.value_dim) * pages.keys.element_size()
+    if new is not None and takes(lengths.rows, shape.kv_heads, most_keys, group, shape.value_dim):
+        return decode_attention(query, pages, layer, paging, mask, new, counters)
     splits = _splits(tiles * shape.kv_heads, most_keys, narrow) if decoding else 1
     out = torch.empty((tokens, heads, shape.value_dim), dtype=query.dtype, device=query.device)
     wide = (splits, tokens, heads)
@@ -70,7 +74,7 @@ def attention(
         SINKS=mask.sinks is not None, SPLITS=splits, SINGLE=single, BLOCK_M=block_m,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         FLOATS=pages.keys.dtype.is_floating_point, PACKED=shape.dtype.packed_values, ASSEMBLY=query.is_cuda,
-        **_tile(block_m, tiles * shape.kv_heads, max(dim, shape.value_dim) * pages.keys.element_size(), narrow),
+        **_tile(block_m, tiles * shape.kv_heads, key_bytes, narrow, most_keys),
         # A product that is fused into a sum has other bits, and whether it is depends on the number of splits.
         enable_fp_fusion=mask.sinks is None, **overlap(query),
     )  # fmt: skip
@@ -130,13 +134,17 @@ def _rows(numbers: Tensor, layer: int, table: Tensor, count: int, pages: Referen
     return numbers[layer].view(-1, pages.shape.page_tokens, *numbers.shape[2:])[table].flatten(0, 1)[:count]
 
 
-def _tile(block_m: int, programs: int, row_bytes: int, narrow: bool) -> dict[str, int]:
+def _tile(block_m: int, programs: int, row_bytes: int, narrow: bool, most_keys: int) -> dict[str, int]:
     """Keys at a time, warps and stages: small tiles where programs are many, as far as shared memory goes.
+
+    Few programs over few keys have one stage: with less shared memory the products before and after run beside them.
 
     With `narrow` pages, of one byte a number, arithmetic costs as much as loading: more programs of one warp.
     """
     many = (64, 1, 3) if narrow else (64, 2, 3)
     keys, warps, stages = (64, 8, 2) if block_m > 64 else many if programs >= MANY else (128, 4, 2)
+    if block_m <= 32 and programs <= MOST_PROGRAMS and most_keys <= MOST_KEYS:
+        stages = 1
     while keys > 16 and 2 * keys * row_bytes * stages > SHARED_BYTES:
         keys //= 2
     return {"BLOCK_N": keys, "num_warps": warps, "num_stages": stages}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,10 @@ from torch import Tensor
 from ..contract import Paging
 from ..draw_table import LoopDraws
 from .advance import advance
+from .decode_attention import MOST_KEYS, MOST_ROWS
 from .sampling import TritonSampling
+
+READ_STEPS = 8  # of a loop, whose tokens are read together
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,21 +35,71 @@ class CapturedStep:
         return True
 
     def loop(self, steps: int, ids: Tensor, ends: Sequence[Sequence[int]]) -> Tensor:
-        assert self.drawn is not None
-        rows = len(ends)
-        log = torch.empty((steps, rows), dtype=torch.int64, device=ids.device)
-        done = 0
-        while done < steps and self.run():
-            log[done] = self.drawn[:rows]
-            done += 1
-        tokens = log[:done].cpu()
+        log = _TokenLog(steps, len(ends), ids.device)
+        while log.launched < steps and self.run():
+            assert self.drawn is not None
+            if log.add(self.drawn[: len(ends)]) and any(_has_end(one, ends) for one in log.read().tolist()):
+                break
+        tokens = log.read_all()
         return tokens[: _first_end(tokens, ends)]
+
+
+class _TokenLog:
+    """Tokens of steps that are launched one after the other. Those of some steps are read while the next ones run.
+
+    So the device always has steps to do, and few of them are in vain when a row ends.
+    """
+
+    def __init__(self, steps: int, rows: int, device: torch.device) -> None:
+        self.launched = 0
+        self._read = 0
+        self._arriving: deque[tuple[int, torch.cuda.Event | None]] = deque()
+        self._log = torch.empty((steps, rows), dtype=torch.int64, device=device)
+        self._on_device = device.type == "cuda"
+        self._host = torch.empty((steps, rows), dtype=torch.int64, pin_memory=self._on_device)
+
+    def add(self, tokens: Tensor) -> bool:
+        """The tokens [rows] of another step; True if those of earlier steps should be read now."""
+        self._log[self.launched] = tokens
+        self.launched += 1
+        if self.launched % READ_STEPS == 0:
+            self._copy()
+        return self.launched % READ_STEPS == 0 and len(self._arriving) > 1
+
+    def read(self) -> Tensor:
+        """The tokens of the earliest steps that were not read yet [steps, rows]."""
+        stop, copied = self._arriving.popleft()
+        if copied is not None:
+            copied.synchronize()
+        start, self._read = self._read, stop
+        return self._host[start:stop]
+
+    def read_all(self) -> Tensor:
+        """The tokens of all steps."""
+        self._copy()
+        while self._arriving:
+            self.read()
+        return self._host[: self.launched]
+
+    def _copy(self) -> None:
+        """Let the tokens that are not on their way yet be copied to the host."""
+        start, copied = self._arriving[-1][0] if self._arriving else self._read, None
+        self._host[start : self.launched].copy_(self._log[start : self.launched], non_blocking=True)
+        if self._on_device:
+            copied = torch.cuda.Event()
+            copied.record()
+        self._arriving.append((self.launched, copied))
+
+
+def _has_end(tokens: Sequence[int], ends: Sequence[Sequence[int]]) -> bool:
+    """Whether a row draws one of its ends in a step, or nothing."""
+    return any(token < 0 or token in end for token, end in zip(tokens, ends, strict=True))
 
 
 def _first_end(tokens: Tensor, ends: Sequence[Sequence[int]]) -> int:
     """Steps up to the first in which a row draws one of its ends, or nothing; steps after it were in vain."""
     for step, row in enumerate(tokens.tolist()):
-        if any(token < 0 or token in end for token, end in zip(row, ends, strict=True)):
+        if _has_end(row, ends):
             return step + 1
     return len(tokens)
 
@@ -73,6 +127,10 @@ class GraphRecorder:
             return 1 << (rows - 1).bit_length()
         unit = next(unit for most, unit in _UNITS if rows <= most)
         return -(-rows // unit) * unit
+
+    def room_tokens(self, rows: int, tokens: int, most: int) -> int:
+        """Few rows of few tokens have recordings of their own, with the attention that is fastest for them."""
+        return min(most, MOST_KEYS) if rows <= MOST_ROWS and tokens <= MOST_KEYS else most
 
     def record(self, step: Callable[[], Tensor]) -> CapturedStep | None:
         """Run `step` once as it is, which compiles its kernels, then capture it without running it."""

@@ -16,7 +16,7 @@ def share_of_keys(begin, stop, split, SPLITS: tl.constexpr, BLOCK_N: tl.constexp
     """The keys of one program among [begin, stop), in whole tiles; and how many programs have some to look at."""
     shares = stop * 0 + 1
     if SPLITS > 1:
-        tiles = tl.cdiv(stop - begin, BLOCK_N)
+        tiles = tl.maximum(tl.cdiv(stop - begin, BLOCK_N), 1)
         each = tl.cdiv(tiles, SPLITS)
         shares = tl.cdiv(tiles, each)
         begin = begin + split * each * BLOCK_N
