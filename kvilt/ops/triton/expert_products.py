@@ -80,11 +80,11 @@ def _one_gate_up(
     x, weight, bias, out, chosen, inner, hidden, readers,
     KIND: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    launch_next(PDL)
     pair, n, c = tl.program_id(1), tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     there = n < inner
     opened, passed = tl.zeros([ROWS, COLUMNS], tl.float32), tl.zeros([ROWS, COLUMNS], tl.float32)
     await_inputs(PDL)
+    launch_next(PDL)  # not before: the next kernel reads at once which experts were chosen
     first = 2 * tl.load(chosen + pair).to(tl.int64) * inner
     gate = weight + first * hidden + n[:, None].to(tl.int64) * hidden + c[None, :]
     up, x_at = gate + inner.to(tl.int64) * hidden, x + (pair // readers).to(tl.int64) * hidden + c
@@ -142,11 +142,13 @@ def _one_down(
     there, each = n < hidden, hidden.to(tl.int64) * inner
     row = weight + n[:, None].to(tl.int64) * inner + c[None, :]
     chosen, weights, x = chosen + token * TOP_K, weights + token * TOP_K, x + token * TOP_K * inner
-    await_inputs(PDL)
-    made = added(residual, shared, gate, token, n, there, hidden, RESIDUAL, SHARED, GATE)
+    # Gate and up let this kernel start when all before them has ended, so only what they make themselves is waited for.
     inside = there[:, None] & (c < inner)[None, :]
     w = tl.load(row + tl.load(chosen).to(tl.int64) * each, mask=inside, other=0.0, eviction_policy="evict_first")
-    own, share = tl.load(x + c, mask=c < inner, other=0.0), tl.load(weights)
+    share = tl.load(weights)
+    made = added(residual, shared, gate, token, n, there, hidden, RESIDUAL, SHARED, GATE)
+    await_inputs(PDL)
+    own = tl.load(x + c, mask=c < inner, other=0.0)
     sums = tl.zeros([ROWS, COLUMNS], tl.float32)
     for step in range(1, TOP_K * STEPS + 1):  # tiles of columns, expert by expert; each is loaded one step ahead
         place, start = step // STEPS, step % STEPS * COLUMNS

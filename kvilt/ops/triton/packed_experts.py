@@ -19,11 +19,12 @@ from ..contract import Routed, SharedExpert
 from .expert_products import added, or_else, tile_pairs
 from .expert_tiles import TileMap
 from .grouped_products import chunk_constants, planes_of, row_products, tile_products
-from .overlap import await_inputs, launch_next, overlap
+from .overlap import await_inputs, fetch_ahead, launch_next, overlap
 from .packed import SPAN, GroupedLayout, PackedTile
 from .quantized import expanded
 from .vectors import gated
 
+LINE, LINES = tl.constexpr(64), tl.constexpr(4)  # words in a line of the cache; lines of a row that are fetched ahead
 SLAB = 1 << 28  # elements of weights that are expanded at a time
 # Of one row, and of several: gate and up, then down. Measured on an H200, with gpt-oss-20b's: bench/gpu_experts.py.
 ONE_TILES = (PackedTile(16, 4, stages=2), PackedTile(16, 4, stages=2))
@@ -127,9 +128,9 @@ def _one_gate_up(
     KIND: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, STAGES: tl.constexpr,
     ASSEMBLY: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    launch_next(PDL)
     pair, n = tl.program_id(1).to(tl.int64), tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     await_inputs(PDL)
+    launch_next(PDL)  # not before: the next kernel reads at once which experts were chosen
     first = tl.load(chosen + pair).to(tl.int64) * height
     made, other = row_products(
         x + pair // readers * columns, words + first * stride_words, scales + first_scale + first * stride_scales,
@@ -156,8 +157,12 @@ def _one_down(
     launch_next(PDL)
     pair, n = tl.program_id(1).to(tl.int64), tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     token, there = pair // TOP_K, n < outputs
-    await_inputs(PDL)
+    # Gate and up let this kernel start when all before them has ended, so only what they make themselves is waited for.
     first = tl.load(chosen + pair).to(tl.int64) * height
+    row = (first + tl.minimum(n, outputs - 1))[:, None]
+    fetch_ahead(words + row * stride_words + (tl.arange(0, LINES) * LINE)[None, :], PDL)
+    fetch_ahead(scales + first_scale + row * stride_scales, PDL)
+    await_inputs(PDL)
     made, _ = row_products(
         x + pair * columns, words + first * stride_words, scales + first_scale + first * stride_scales,
         stride_words, stride_scales, n, outputs, columns, padded,
