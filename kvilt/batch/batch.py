@@ -18,12 +18,12 @@ from ..kv.pool import PagePool
 from ..kv.row import CacheRow
 from ..kv.row_states import RowStates, StateFold, check_fold
 from .build_step import row_starts, step_input
+from .decode_step import decode_step, plain_decodes
 from .row import (
-    WHOLE,
+    TOKENS,
     Embeds,
     Hidden,
     HiddenOut,
-    Ids,
     KeyMass,
     KVLoad,
     Last,
@@ -35,6 +35,7 @@ from .row import (
     SampledIds,
     Score,
     Source,
+    is_plain_row,
     token_count,
 )
 from .step_input import StepInput
@@ -71,6 +72,9 @@ class Batch:
         pool = rows[0].cache.pool
         layers = pool.layout.num_layers
         with pool.lock:  # what is checked here must still be so when the tables are read
+            if (decodes := plain_decodes(rows, pool)) is not None:
+                held = CacheSnapshots(tuple(decodes), tuple([one.version for one in decodes]))
+                return Batch(tuple(rows), tuple(range(len(rows) + 1)), decode_step(rows, decodes, pool), pool, held)
             _check_sampled([row.source for row in rows if type(row.source) is SampledIds])
             for row in rows:
                 _check_row(row, pool, layers)
@@ -104,9 +108,6 @@ def _folds(rows: Sequence[Row], own: Sequence[CacheRow]) -> list[StateFold]:
     return folds
 
 
-_TOKENS = (Ids, SampledIds)
-
-
 def _check_tensors(source: Source) -> None:
     """Tensors that a caller brings: their kinds and dimensions. How wide they must be, the model knows."""
     match source:
@@ -137,7 +138,7 @@ def _check_vectors(what: str, vectors: Tensor) -> None:
 def _check_row(row: Row, pool: PagePool, layers: int) -> None:
     if row.cache.pool is not pool:
         raise InputError("the caches of a batch must belong to one executor")
-    if type(row.source) not in _TOKENS:
+    if type(row.source) not in TOKENS:
         _check_tensors(row.source)
     tokens = 1 if type(row.source) is SampledIds and row.source.at is not None else token_count(row.source)
     if tokens == 0 or tokens != len(row.positions):
@@ -155,7 +156,7 @@ def _check_row(row: Row, pool: PagePool, layers: int) -> None:
         raise InputError(f"a row of {tokens} tokens needs as many positions on each axis of its rotation")
     if pool.layout.bare and (row.repairs or row.loads):
         raise InputError("stored KV is not placed in a model with layers that keep none of their own")
-    if tokens == 1 and _is_plain(row):
+    if tokens == 1 and is_plain_row(row):
         return  # a decode: nothing else can be wrong with it
     span = row.layers
     if not 0 <= span.start < min(span.stop, layers):
@@ -197,12 +198,6 @@ def _check_places(source: Embeds, tokens: int) -> None:
         raise InputError(f"{len(source.vectors)} embedding rows were given for {len(source.at)} places")
     if any(not 0 <= i < tokens for i in source.at):
         raise InputError("the places of embedding rows must lie inside the ids")
-
-
-def _is_plain(row: Row) -> bool:
-    """Whether ids go through all layers to the logits of the last one, and nothing is repaired or loaded."""
-    last = type(row.want) is Last and row.want.k == 1
-    return last and row.layers is WHOLE and type(row.source) in _TOKENS and not row.repairs and not row.loads
 
 
 def _check_seen(wanted: Sequence[int], span: LayerSpan, layers: int) -> None:

@@ -19,7 +19,7 @@ from .row import Embeds, Hidden, Ids, KVLoad, Last, Repair, Row, SampledIds
 from .step_input import InputVectors, PlacedLoad, PlacedRepair, Segment, StepInput
 
 
-class _Numbers:
+class StepNumbers:
     """The whole numbers of a step, gathered into one tensor: one copy takes all of them to the device.
 
     Each part begins at a multiple of 16 bytes: Triton compiles a kernel again for a pointer that does not.
@@ -41,8 +41,12 @@ class _Numbers:
 
     def add_array(self, values: npt.NDArray[np.int64]) -> slice:
         """Where these will be."""
+        return self.add_bytes(values.tobytes())
+
+    def add_bytes(self, values: bytes) -> slice:
+        """Where these will be, which are int64."""
         start = len(self.values)
-        self.values.frombytes(values.tobytes())
+        self.values.frombytes(values)
         return self._since(start)
 
     def _since(self, start: int) -> slice:
@@ -63,7 +67,7 @@ def step_input(
 
     `folds`: for each row of a model with recurrent state, where that comes from and goes to.
     """
-    layers, device, numbers = pool.layout.num_layers, pool.device, _Numbers()
+    layers, device, numbers = pool.layout.num_layers, pool.device, StepNumbers()
     ids, wanted = numbers.add(_plain_ids(rows)), _wanted(rows, starts, numbers)
     sampled = _sampled(rows, starts, numbers)
     spans = [(row.layers.start, min(row.layers.stop, layers)) for row in rows]
@@ -100,7 +104,7 @@ def _plain_ids(rows: Sequence[Row]) -> list[int]:
     return flat
 
 
-def _sampled(rows: Sequence[Row], starts: tuple[int, ...], numbers: _Numbers) -> list[tuple[Tensor, slice, slice]]:
+def _sampled(rows: Sequence[Row], starts: tuple[int, ...], numbers: StepNumbers) -> list[tuple[Tensor, slice, slice]]:
     """Ids that are on the device already: each tensor of them, the places in the step, and where in it they come from.
 
     Rows of one tensor are put in together, without reading them.
@@ -134,7 +138,7 @@ def _vectors(
     return InputVectors(None if at == list(range(starts[-1])) else torch.tensor(at, device=device), torch.cat(values))
 
 
-def _wanted(rows: Sequence[Row], starts: tuple[int, ...], numbers: _Numbers) -> slice | None:
+def _wanted(rows: Sequence[Row], starts: tuple[int, ...], numbers: StepNumbers) -> slice | None:
     if all(type(row.want) is Last and row.want.k == len(row.positions) for row in rows):
         return None
     wanted: list[int] = []
@@ -151,7 +155,7 @@ def _segment(
     rows: Sequence[Row],
     offsets: tuple[int, ...],
     pool: PagePool,
-    numbers: _Numbers,
+    numbers: StepNumbers,
     folds: Sequence[StateFold] | None,
 ) -> Callable[[Tensor], Segment]:
     """Add the numbers of a segment; what is returned makes it, once they are on the device."""
@@ -178,7 +182,7 @@ def _segment(
     return build
 
 
-def _state_slots(rows: Sequence[Row], folds: Sequence[StateFold], numbers: _Numbers) -> tuple[slice, slice]:
+def _state_slots(rows: Sequence[Row], folds: Sequence[StateFold], numbers: StepNumbers) -> tuple[slice, slice]:
     """Where the slots that states are read from and written to will be."""
     writes = [fold.writes.get(p + 1, -1) for row, fold in zip(rows, folds, strict=True) for p in row.positions]
     return numbers.add(fold.read for fold in folds), numbers.add(writes)
@@ -201,7 +205,7 @@ def _rope_positions(rows: Sequence[Row], device: torch.device) -> Tensor | None:
     return torch.tensor(each, dtype=torch.int64, device=device)
 
 
-def _paging(group: int, rows: list[Row], pool: PagePool, numbers: _Numbers) -> tuple[slice, slice]:
+def _paging(group: int, rows: list[Row], pool: PagePool, numbers: StepNumbers) -> tuple[slice, slice]:
     """Where the page tables and the slots of one group will be."""
     own, size = [row.cache.row(row.cache_row) for row in rows], pool.layout.page_tokens
     tables = [one.tables[group] for one in own]
@@ -231,7 +235,7 @@ def _placed(repair: Repair, row: Row, start: int, pool: PagePool) -> PlacedRepai
     return PlacedRepair(start + repair.first, start + repair.stop, positions, slots, moved, repair.stored)
 
 
-def _placed_load(load: KVLoad, row: Row, pool: PagePool, numbers: _Numbers) -> Callable[[Tensor], PlacedLoad]:
+def _placed_load(load: KVLoad, row: Row, pool: PagePool, numbers: StepNumbers) -> Callable[[Tensor], PlacedLoad]:
     at, size = np.concatenate([np.arange(span.start, span.stop) for span in load.spans]), pool.layout.page_tokens
     tables = [np.array(table, dtype=np.int64) for table in row.cache.row(row.cache_row).tables]
     positions = numbers.add_array(at)

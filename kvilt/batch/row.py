@@ -189,3 +189,12 @@ def token_count(source: Source) -> int:
     if isinstance(source, SampledIds):
         return len(source.ids) if source.at is None else 1
     return len(source.states)
+
+
+TOKENS = (Ids, SampledIds)  # sources of plain token ids
+
+
+def is_plain_row(row: Row) -> bool:
+    """Whether ids go through all layers to the logits of the last one, and nothing is repaired or loaded."""
+    last = type(row.want) is Last and row.want.k == 1
+    return last and row.layers is WHOLE and type(row.source) in TOKENS and not row.repairs and not row.loads

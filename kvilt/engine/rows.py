@@ -18,6 +18,8 @@ ONE = Last()  # logits to draw one token from
 
 def row_task(seq: SequenceState, work: Work, drafts: Sequence[int] = ()) -> RowTask | None:
     """A planned row, with drafts after its tokens; None where another thread has taken the pages for it."""
+    if work.draws and not drafts and (task := _decode_task(seq, work)) is not None:
+        return task
     start, stop = work.start, work.start + work.count
     if not _reserve(seq, work, stop + len(drafts), len(drafts)):
         return None
@@ -32,6 +34,19 @@ def row_task(seq: SequenceState, work: Work, drafts: Sequence[int] = ()) -> RowT
         return RowTask(row, (), stop, (), watcher if seq.pooling is None else seq.pooling.watcher(stop))
     drawing = (seq.state,) if not work.forks else (seq.state, *map(seq.state.fork, range(1, work.forks + 1)))
     return RowTask(row, drawing, stop, drafts, watcher)
+
+
+def _decode_task(seq: SequenceState, work: Work) -> RowTask | None:
+    """The row of a token that is still on the device, in room that is there; None for other rows."""
+    start, kv, unread, state = work.start, seq.kv, seq.unread, seq.state
+    if unread is None or start != len(seq.ids) or kv is None or state is None or work.count > 1 or work.forks:
+        return None
+    if seq.on_first_logits is not None or work.sample.shared_tail or kv.layout.recurrent is not None:
+        return None
+    if start >= kv.row(0).reserved:
+        return None
+    row = Row(unread, (start,), kv, want=ONE, adapter=seq.job.request.adapter)
+    return RowTask(row, (state,), start + 1)
 
 
 def _source(seq: SequenceState, start: int, stop: int, drafts: Sequence[int]) -> Source:

@@ -91,7 +91,8 @@ class StepRunner:
                 continue
             if (seq := self._seqs.get(work.sample)) is not None:
                 seq.unread = None if sampled is None or not task.drawing else SampledIds(sampled, at)
-                self._active.guarded(seq, self._grow, None, seq, work, work.start + work.count)
+                if not _appended(seq, work):
+                    self._active.guarded(seq, self._grow, None, seq, work, work.start + work.count)
             at += bool(task.drawing)
 
     def commit(self, step: FinishedStep, grown: bool = False) -> list[Sequence[int] | None]:
@@ -151,6 +152,14 @@ class StepRunner:
         self._counters.verified(drafted, accepted)
         if seq.kv.row(0).reserved - stop >= self._page_tokens:
             seq.kv.truncate(stop)
+
+
+def _appended(seq: SequenceState, work: Work) -> bool:
+    """Whether the row of a decode grew by its token, and there is nothing else to do: so for nearly every row."""
+    start, kv = work.start, seq.kv
+    if work.count > 1 or start < work.sample.prompt or kv is None or seq.job.request.embeds is not None:
+        return False
+    return kv.commit_token(seq.ids[start], start)
 
 
 def _blends(work: Work) -> bool:

@@ -201,6 +201,15 @@ class KVCache:
         for row, new in zip(rows, tokens, strict=True):
             row.commit(new, filled)
 
+    def commit_token(self, token: int, position: int) -> bool:
+        """`commit` of one id at `position` to a cache of one row, where that is only to append it.
+
+        False in every other case; nothing is done then, and `commit` does it or says what is wrong.
+        """
+        with self._pool.lock:
+            rows = self._rows
+            return self._open and len(rows) == 1 and len(rows[0].ids) == position and rows[0].commit_token(token)
+
     # The verbs.
 
     @_one_event

@@ -54,7 +54,7 @@ class CacheRow:
 
     __slots__ = (
         *("_pool", "adapted_from", "adapter", "embeds", "firsts", "ids"),
-        *("origin", "owner", "states", "tables", "version"),
+        *("_packed", "origin", "owner", "states", "tables", "version"),
     )
 
     def __init__(self, pool: PagePool) -> None:
@@ -69,6 +69,7 @@ class CacheRow:
         self.owner = ""  # its pages are counted for this owner
         self.states = None if pool.layout.recurrent is None else RowStates(pool)
         self.version = 0  # grows whenever the tables change, so that a batch can tell that it is out of date
+        self._packed: tuple[int, tuple[bytes, ...]] = (-1, ())  # a version, and the tables it had
 
     @property
     def pool(self) -> PagePool:
@@ -92,6 +93,12 @@ class CacheRow:
     def reserved(self) -> int:
         """Positions that may be written: [length, reserved), or, in a window group, those of the next step."""
         return len(self.tables[0]) * self._pool.page_tokens
+
+    def packed_table(self, group: int) -> bytes:
+        """The page table of a group as int64; most steps find it as it was."""
+        if self._packed[0] != self.version or self._pool.window_groups:  # windows give pages back without a version
+            self._packed = self.version, tuple([array("q", table).tobytes() for table in self.tables])
+        return self._packed[1][group]
 
     def held_pages(self) -> list[int]:
         """How many pages of each group it holds."""
@@ -184,6 +191,19 @@ class CacheRow:
             good = len(token) == HASH_BYTES if isinstance(token, bytes) else 0 <= token < 1 << 63
             if not good:
                 raise InputError(f"{token!r} is neither a token id nor the {HASH_BYTES}-byte hash of an embedding row")
+
+    def commit_token(self, token: int) -> bool:
+        """`check_commit` and `commit` of one id; False, and nothing is done, where there is more to do than to append.
+
+        That is where it fills a page, where windows give pages back, and with recurrent state.
+        """
+        length, pool = len(self.ids) + 1, self._pool
+        if length % pool.page_tokens == 0 or self.states is not None or pool.window_groups or pool.small_groups:
+            return False
+        if length > self.reserved or not 0 <= token < 1 << 63:
+            return False
+        self.ids.append(token)
+        return True
 
     def _kept(self, length: int) -> bool:
         """Whether the pages that a row of this length keeps are here: a step dropped none, and the last were taken."""

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from kvilt import Executor, KVCache
 from kvilt.batch import Batch, Embeds, Hidden, HiddenOut, Ids, Last, LayerSpan, Nothing, Row, SampledIds, Score
+from kvilt.batch.build_step import step_input
+from kvilt.batch.decode_step import decode_step, plain_decodes
 from kvilt.errors import InputError
 
 PROMPTS = [[1, 2, 3], [4] * 40, [5, 6]]
@@ -197,3 +199,50 @@ def test_every_tensor_of_numbers_is_aligned(kv: KVCache) -> None:
         numbers = [one for one in leaves(batch.step) if isinstance(one, Tensor) and one.dtype == torch.int64]
         assert len(numbers) >= 5
         assert all(one.storage_offset() * one.element_size() % 16 == 0 for one in numbers)
+
+
+def sampled_rows(kv: KVCache, drawn: Tensor, order: list[int]) -> list[Row]:
+    """Rows of one token each, which stands somewhere in `drawn`."""
+    return [Row(SampledIds(drawn, at), [kv.lengths[i]], kv, i) for at, i in enumerate(order, 1)]
+
+
+@pytest.mark.parametrize("order", [[0], [0, 1, 2], [2, 0, 1]], ids=str)
+def test_a_step_of_drawn_tokens_is_laid_out_as_any_other(kv: KVCache, order: list[int]) -> None:
+    drawn = torch.tensor([90, 11, 12, 13], device=kv.pool.device)
+    rows = sampled_rows(kv, drawn, order)
+    for _ in range(2):  # the second time tables are found as they were packed
+        own = plain_decodes(rows, kv.pool)
+        assert own == [kv.row(i) for i in order]
+        starts = tuple(range(len(rows) + 1))
+        found, truth = decode_step(rows, own, kv.pool), step_input(rows, starts, kv.pool)
+        assert [type(one) for one in leaves(found)] == [type(one) for one in leaves(truth)]
+        for one, expected in zip(leaves(found), leaves(truth), strict=True):
+            assert torch.equal(one, expected) if isinstance(expected, Tensor) else one == expected
+        kv.reserve([40] * len(PROMPTS))  # tables grow
+        rows = sampled_rows(kv, drawn, order)
+
+
+def test_only_rows_of_drawn_tokens_that_may_be_written_are_laid_out_so(kv: KVCache) -> None:
+    drawn = torch.tensor([90, 11, 12, 13], device=kv.pool.device)
+    good, pool = sampled_rows(kv, drawn, [0, 1]), kv.pool
+    assert plain_decodes(good, pool) is not None
+    length = kv.lengths[2]
+    others = [
+        Row(Ids([5]), [length], kv, 2),
+        Row(SampledIds(drawn.clone(), 1), [length], kv, 2),
+        Row(SampledIds(drawn, 4), [length], kv, 2),
+        Row(SampledIds(drawn), [length], kv, 2),
+        Row(SampledIds(drawn, 1), [length - 1], kv, 2),
+        Row(SampledIds(drawn, 1), [length + 1000], kv, 2),
+        Row(SampledIds(drawn, 1), [kv.lengths[0]], kv, 0),
+        Row(SampledIds(drawn, 1), [length], kv, 2, want=Nothing()),
+        Row(SampledIds(drawn, 1), [length], kv, 2, layers=LayerSpan(0, 1), want=HiddenOut()),
+        Row(SampledIds(drawn, 1), [length], kv, 2, rope_positions=[[length]]),
+    ]
+    for other in others:
+        assert plain_decodes([*good, other], pool) is None
+    with kv.fork():  # its last pages are shared now
+        assert plain_decodes(good, pool) is None
+        with pytest.raises(InputError, match="may write only"):
+            Batch.of(good)
+    assert plain_decodes(good, pool) is not None

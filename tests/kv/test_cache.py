@@ -442,3 +442,25 @@ def test_a_source_abroad_does_not_change_while_it_is_copied(scribe: Any, monkeyp
         target.select_and_copy_from(source, 0)
         cut.join()
         assert (seen, target.lengths, source.lengths) == ([9], (9,), (0,))
+
+
+def test_one_token_is_appended_where_nothing_else_is_to_do(pool: Any) -> None:
+    size = pool.page_tokens
+    with KVCache(pool) as kv, KVCache(pool) as other:
+        for cache in (kv, other):
+            cache.reserve(size + 3)
+        simple = not pool.window_groups and pool.layout.recurrent is None
+        for position in range(size + 2):
+            fills = (position + 1) % size == 0
+            assert kv.commit_token(position, position) == (simple and not fills)
+            if not simple or fills:
+                kv.commit([[position]])
+            other.commit([[position]])
+            assert kv.tokens() == other.tokens() == list(range(position + 1))
+        assert not kv.commit_token(5, size + 1) and not kv.commit_token(5, size + 3), "it stands elsewhere"
+        assert not kv.commit_token(-1, size + 2) and not kv.commit_token(1 << 63, size + 2)
+        assert kv.lengths == (size + 2,)
+    assert not kv.commit_token(5, size + 2)
+    with KVCache(pool, 2) as rows, KVCache(pool) as full:
+        rows.reserve(2)
+        assert not rows.commit_token(5, 0) and not full.commit_token(5, 0)
