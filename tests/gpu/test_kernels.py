@@ -116,16 +116,20 @@ def float8_weight(scales: str, seed: int = 0) -> QuantTensor:
 
 @pytest.mark.parametrize("rows", [1, 5, 40, 100])
 @pytest.mark.parametrize("scales", SCALES)
-def test_weights_of_8_bit_floats_keep_their_inputs(scales: str, rows: int) -> None:
+def test_products_with_weights_of_8_bit_floats(scales: str, rows: int) -> None:
+    """Few rows keep their 16 bits; more are rounded to 8-bit floats, on cards that multiply these."""
+    from kvilt.ops.triton import float8_pairs
+
+    off = 4e-2 if rows > 16 and float8_pairs.has_pairs(0) else 4e-3
     ops, weights, x = triton_ops(), [float8_weight(scales, seed) for seed in (0, 1)], random_of(rows, 640)
     truth = [x.double() @ dequantize(weight).double().T for weight in weights]
     maps = [(ops.prepare(weight), None) for weight in weights]
     inputs = x.cuda()
-    assert distance(ops.linear(inputs, maps[0][0]).float().cpu(), truth[0]) < 4e-3
+    assert distance(ops.linear(inputs, maps[0][0]).float().cpu(), truth[0]) < off
     for made, expected in zip(ops.linears(inputs, maps), truth, strict=True):
-        assert distance(made.float().cpu(), expected) < 4e-3
+        assert distance(made.float().cpu(), expected) < off
     gated = ops.gate_up(inputs, maps[0], maps[1], "silu").float().cpu()
-    assert distance(gated, F.silu(truth[0]) * truth[1]) < 8e-3
+    assert distance(gated, F.silu(truth[0]) * truth[1]) < 2 * off
     rows_of = ops.embed(maps[0][0], torch.tensor([299, 0], device="cuda")).cpu()
     assert torch.equal(rows_of, dequantize(weights[0])[[299, 0]].bfloat16())
 
@@ -135,8 +139,10 @@ def test_every_8_bit_float_is_exact() -> None:
     codes[codes & 127 == 127] = 0  # not a number
     weight = QuantTensor.of_float8(codes.view(torch.float8_e4m3fn), torch.ones(1))
     ops = triton_ops()
-    found = ops.linear(torch.eye(256, dtype=torch.bfloat16, device="cuda")[:60], ops.prepare(weight)).cpu()
-    assert torch.equal(found, dequantize(weight).bfloat16().T[:60])
+    inputs = torch.eye(256, dtype=torch.bfloat16, device="cuda")
+    for start in range(0, 256, 16):  # few rows, which are not rounded
+        found = ops.linear(inputs[start : start + 16], ops.prepare(weight)).cpu()
+        assert torch.equal(found, dequantize(weight).bfloat16().T[start : start + 16])
 
 
 # Experts.

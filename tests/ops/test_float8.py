@@ -17,7 +17,7 @@ from kvilt.quant.unpack import dequantize
 
 pytest.importorskip("triton")
 
-from kvilt.ops.triton import quantized
+from kvilt.ops.triton import float8_pairs, quantized
 from kvilt.ops.triton.backend import TritonOps
 from kvilt.ops.triton.float8_products import launch
 from kvilt.ops.triton.packed import PackedTile, pack
@@ -96,3 +96,34 @@ def test_many_rows_expand_the_weight_slab_by_slab(
     for slab in (1 << 20, 7 * 256):
         monkeypatch.setattr(quantized, "SLAB", slab)
         close(ops.linear(x, ops.prepare(weight), None, residual.clone()), truth)
+
+
+def rounded(x: Tensor) -> Tensor:
+    """Inputs as 8-bit floats with a scale for each 128 columns, as torch rounds them."""
+    spans = [x[:, start : start + 128] for start in range(0, x.shape[1], 128)]
+    scales = [span.abs().amax(1, keepdim=True) / 448 for span in spans]
+    made = [(span / scale).to(torch.float8_e4m3fn).float() * scale for span, scale in zip(spans, scales, strict=True)]
+    return torch.cat([torch.nan_to_num(one) for one in made], dim=1)
+
+
+@pytest.mark.parametrize("kind", SCALES)
+@pytest.mark.parametrize(("rows", "outputs", "columns"), [(17, 150, 320), (3, 20, 100), (130, 40, 256)])
+def test_products_of_rounded_inputs_are_those_of_the_rounded_numbers(
+    random_of: Any, kind: str, rows: int, outputs: int, columns: int
+) -> None:
+    weight, x, residual = weight_of(kind, outputs, columns), random_of(rows, columns), random_of(rows, outputs, seed=1)
+    x[1, :100] = 0  # a span of zeros has no largest number
+    x[2] *= 1e-4  # and a row of small ones has scales of its own
+    packed = pack(weight, CPU)
+    found = float8_pairs.product(x, packed.data, packed.handle, residual)
+    plain = dequantize(weight).double().T
+    close(found, rounded(x).double() @ plain + residual, 1e-5)
+    exact = x.double() @ plain + residual
+    close(found, exact, 4e-2)  # what rounding costs
+    close(float8_pairs.product(x, packed.data, packed.handle)[2:3], x[2:3].double() @ plain, 4e-2)
+
+
+def test_inputs_are_rounded_only_where_a_card_multiplies_such_floats(ops: TritonOps, random_of: Any) -> None:
+    packed = pack(weight_of("blocks", 20, 256), CPU)
+    assert not quantized.rounds_inputs(random_of(40, 256), packed.handle)
+    assert ops.kernel(FORMATS[FLOAT8]) == "packed codes"

@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 
 from ...errors import Unsupported
-from ...quant.formats import Format
+from ...quant.formats import FLOAT8, Format
 from ...quant.tensor import QuantTensor, Weight
 from ..contract import (
     Activation,
@@ -43,14 +43,26 @@ from ..new_kv import write_new
 from ..reference import ReferenceOps, ReferencePages
 from . import attention as paged
 from . import experts as experts_of
-from . import invariant_attention, lora, pages, per_head, products, quantized, recurrent, repair, router, vectors
+from . import (
+    float8_pairs,
+    invariant_attention,
+    lora,
+    pages,
+    per_head,
+    products,
+    quantized,
+    recurrent,
+    repair,
+    router,
+    vectors,
+)
 from .copy_stream import host_copies
 from .graphs import GraphRecorder
 from .packed import pack, packs
 from .sampling import TritonSampling
 from .streams import TritonStreams
 
-REVISION = 5
+REVISION = 6
 
 
 class TritonOps(ReferenceOps):
@@ -89,7 +101,16 @@ class TritonOps(ReferenceOps):
         return format_.packed and not packs(format_)
 
     def kernel(self, format_: Format) -> str:
-        return "packed codes" if format_.packed and not self.expands(format_) else super().kernel(format_)
+        if format_.packed and not self.expands(format_):
+            return f"packed codes{self._rounds(format_)}"
+        return super().kernel(format_)
+
+    def _rounds(self, format_: Format) -> str:
+        """What is told of products that round their inputs."""
+        if format_.name != FLOAT8 or self.dtype != torch.bfloat16 or self.device.type != "cuda":
+            return ""
+        index = self.device.index or 0
+        return "; 17 to 256 rows of inputs in 8-bit floats" if float8_pairs.has_pairs(index) else ""
 
     def prepare(self, weight: Weight) -> Prepared:  # type: ignore[override]
         if isinstance(weight, QuantTensor) and len(weight.shape) == 2 and not self.expands(weight.format):
@@ -160,7 +181,8 @@ class TritonOps(ReferenceOps):
         if isinstance(a, Tensor) and isinstance(b, Tensor) and len(x) == 1 and plain:
             _fused([a, b])
             return products.gate_up(x.contiguous(), a, b, activation, norm)
-        if isinstance(a, PackedWeight) and plain and len(x) < quantized.MANY_ROWS:
+        fused = isinstance(a, PackedWeight) and not quantized.rounds_inputs(x, a.handle)
+        if fused and isinstance(a, PackedWeight) and plain and len(x) < quantized.MANY_ROWS:
             data = _fused_data([a, b])
             if data is not None:
                 x = x if norm is None else self.rms_norm(x, *norm)

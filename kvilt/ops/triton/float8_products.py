@@ -1,6 +1,6 @@
 """Products with weights of 8-bit floats: they become bfloat16 in registers, exactly, and scales come after the product.
 
-A scale belongs to a chunk of 128 columns of a row, or to the row. Inputs are never rounded to 8 bits.
+A scale belongs to a chunk of 128 columns of a row, or to the row. Inputs are not rounded here: see `float8_pairs`.
 """
 
 from __future__ import annotations

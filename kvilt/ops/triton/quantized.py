@@ -1,4 +1,7 @@
-"""Products with packed weights of any layout. Few rows take the packed bytes, many the expanded weight and cuBLAS."""
+"""Products with packed weights of any layout. Few rows take the packed bytes, many the expanded weight and cuBLAS.
+
+On cards that multiply 8-bit floats, inputs of 17 to 256 rows become such floats where the weight has them.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..contract import Activation
-from . import float8_products, grouped_products
+from . import float8_pairs, float8_products, grouped_products
 from .grouped_products import FEW_ROWS, group_constants, halves, planes_of, power_of_two
 from .overlap import await_inputs, launch_next, overlap
 from .packed import Float8Layout, Layout, PackedTile
@@ -30,10 +33,18 @@ MANY_OUTPUTS = 8192
 
 def product(x: Tensor, data: Tensor, layout: Layout, residual: Tensor | None = None) -> Tensor:
     """`x` [rows, in] times a packed weight [out, row_bytes] transposed, plus `residual` [rows, out]."""
+    if rounds_inputs(x, layout):
+        assert isinstance(layout, Float8Layout)
+        return float8_pairs.product(x, data, layout, residual)
     if len(x) >= MANY_ROWS:
         made = _by_slabs(x, data, layout)
         return made if residual is None else residual.add_(made)
     return _launch(x, data, layout, len(data), residual)
+
+
+def rounds_inputs(x: Tensor, layout: Layout) -> bool:
+    """Whether a product rounds `x` to 8-bit floats: more than few rows, with a weight of such floats."""
+    return isinstance(layout, Float8Layout) and len(x) > FEW_ROWS and float8_pairs.pairs(x)
 
 
 def _launch(
