@@ -125,6 +125,7 @@ def test_few_rows_of_few_tokens_have_recordings_of_their_own(executor: ModelExec
     assert recorder.room_tokens(1, 300, 1024) == 1024
 
 
+@pytest.mark.slow
 def test_a_row_that_outgrows_its_recording_gets_another(
     executor: ModelExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,6 +140,12 @@ def test_a_row_that_outgrows_its_recording_gets_another(
         kv.reserve(executor.layout.page_tokens + 1)
         assert executor.sample_tokens(4, PROMPTS[:1], kv, params=params) == expected
     assert [shape.pages > 1 for shape in executor._replay._loops] == [False, True]
+
+
+def test_both_recordings_are_warmed_up(executor: ModelExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvilt.ops.triton import graphs
+
+    monkeypatch.setattr(graphs, "MOST_KEYS", executor.layout.page_tokens)
     sizes = executor.decode_sizes(3)
     assert [size.rows for size in sizes if size.tokens == 1] == [1, 2, 4]
     assert [size.rows for size in sizes if size.tokens == executor.layout.page_tokens + 1] == [1, 2]
