@@ -46,7 +46,7 @@ def test_more_ranks(folder: Path, ranks: int) -> None:
     check_family(folder, ranks)
 
 
-@pytest.mark.parametrize("kv_dtype", ["int8", "float16"])
+@pytest.mark.parametrize("kv_dtype", ["int8", "float16", "k8v4"])
 def test_other_numbers_in_pages(folder: Path, kv_dtype: str) -> None:
     """Scales of single heads travel with their heads."""
     executor = load_ranks(folder, 2, kv_dtype=kv_dtype)
