@@ -21,6 +21,7 @@ from .auth import check_host
 from .batches import routes as batches
 from .batches.queue import BatchQueue
 from .chats import routes as chats
+from .documents import routes as documents
 from .files import routes as files
 from .http.errors import ErrorShape, HTTPError, http_error_of
 from .http.middleware import RequestMiddleware
@@ -50,6 +51,7 @@ _ROUTERS = (
     kv.router,
     sessions.router,
     chats.router,
+    documents.router,
     admin.router,
     admin.health_router,
 )

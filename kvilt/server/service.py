@@ -22,6 +22,7 @@ from .anthropic.diagnostics import CacheDiagnostics
 from .auth import Caller
 from .chats.store import ChatStore
 from .config import ServeConfig
+from .documents.pdf import PDFReaders
 from .http.body import MemoryTrimmer
 from .http.errors import HTTPError
 from .kv.handles import sweep_saved
@@ -48,6 +49,7 @@ class Service:
         self.diagnostics = CacheDiagnostics()
         self.stable_prompts = StablePrompts(config.stable_prompts)
         self.chats = ChatStore(config.chats_dir, config.max_chats, config.max_chats_bytes)
+        self.pdf = PDFReaders()
         self.responses = ResponseStore(llm, config.max_responses)
         self.draining = False
         self._in_progress = 0

@@ -89,6 +89,7 @@ OPERATIONS = [
     "PUT /v1/chats/{name}",
     "POST /v1/chats/{name}",
     "DELETE /v1/chats/{name}",
+    "POST /v1/documents/text",
     "POST /reset_prefix_cache",
     "POST /v1/load_lora_adapter",
     "POST /v1/unload_lora_adapter",

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from pdf_file import one_page
 from playwright.sync_api import expect
 from running import Running
 
@@ -71,10 +72,27 @@ def test_files_that_are_no_text_are_refused(server: Running, visiting: Visiting)
     visit = visiting(server)
     page = visit.open().page
     files = page.get_by_label("Documents", exact=True).first
-    for name, text, says in (("a.pdf", "%PDF-1.7", "no text"), ("b.txt", "  ", "empty")):
+    for name, text, says in (
+        ("a.pdf", "%PDF-1.7", "cannot be read"),
+        ("b.txt", "  ", "empty"),
+        ("c.bin", "a\0", "no text"),
+    ):
         files.set_input_files([given(name, text)])
         expect(page.locator("#notice")).to_contain_text(says)
     expect(page.locator(".chip")).to_have_count(0)
+
+
+def test_a_pdf_is_a_document(server: Running, visiting: Visiting) -> None:
+    visit = visiting(server)
+    visit.script("7")
+    page = visit.open().page
+    file = {"name": "elbe.pdf", "mimeType": "application/pdf", "buffer": one_page("The Elbe ends in the sea.")}
+    page.get_by_label("Documents", exact=True).first.set_input_files([file])
+    expect(page.locator(".chip")).to_contain_text(re.compile(r"\d+ tokens, (was )?warm"))
+    with page.expect_request("**/v1/chat/completions") as asked:
+        visit.say("Where does it end?")
+    assert asked.value.post_data_json["documents"] == [{"title": "elbe.pdf", "text": "The Elbe ends in the sea."}]
+    visit.idle()
 
 
 def test_a_dropped_file_is_a_document(server: Running, visiting: Visiting) -> None:

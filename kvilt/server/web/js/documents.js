@@ -13,7 +13,7 @@ export class Documents {
     Object.assign(this, { api, tree, onChange, complain });
     this.holder = byId('documents');
     this.tokensPerS = null; // of documents that were computed here: what a prefill takes
-    this.file = el('input', { type: 'file', multiple: true, hidden: true, 'aria-label': 'Documents', tabindex: -1, accept: 'text/*,.md,.txt,.html,.htm,.csv,.json,.py,.js,.rst' });
+    this.file = el('input', { type: 'file', multiple: true, hidden: true, 'aria-label': 'Documents', tabindex: -1, accept: 'text/*,.pdf,.md,.txt,.html,.htm,.csv,.json,.py,.js,.rst' });
     this.file.addEventListener('change', () => this.take([...this.file.files]));
     const attach = byId('attach');
     attach.append(icon('clip'));
@@ -54,7 +54,7 @@ export class Documents {
     this.file.value = '';
     for (const file of files) {
       try {
-        const document = { ...(await fileDocument(file)), state: 'computing' };
+        const document = { ...(await fileDocument(file, this.api)), state: 'computing' };
         this.all.push(document);
         this.render();
         await this.warm(document);
