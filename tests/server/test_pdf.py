@@ -33,6 +33,7 @@ def test_a_pdf_is_text(server: Running) -> None:
     [
         (b"no PDF at all", "no PDF"),
         ("***", "no base64"),
+        ("Ä", "no base64"),
         (b"%PDF-1.4\n" + bytes(2000), "cannot be read"),
         (one_page(SAYS)[:200], "cannot be read"),
         (one_page(""), "has no text"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Response
@@ -38,7 +37,7 @@ async def text(body: ReadDocumentRequest, service: ServiceDep) -> Response:
     """The text of a PDF. Nothing of it is kept."""
     try:
         data = base64.b64decode(body.data, validate=True)
-    except binascii.Error:
+    except ValueError:  # binascii.Error is one, and letters that are not ASCII are another
         raise HTTPError(400, "data: this is no base64", param="data", code="bad_base64") from None
     if b"%PDF-" not in data[:1024]:
         raise HTTPError(400, "data: this is no PDF", param="data", code="pdf_unreadable")

@@ -1,13 +1,14 @@
 // The panel that shows KV at work: what the server holds for this key, and the last prompt as a strip.
 
 import { advice } from './advice.js';
+import { blendMap } from './blend_map.js';
 import { byId, el, iconButton, set } from './dom.js';
 import { poolMap, prefixDrawing } from './inspector_map.js';
 import { certificateRows, forest, handleRow, pool, running, savedRows } from './inspector_rows.js';
 import { missNote } from './miss.js';
 import { count } from './numbers.js';
 import { events } from './sse.js';
-import { strip } from './strip.js';
+import { strip, track } from './strip.js';
 import { Timeline, tierRows } from './timeline.js';
 
 const EVERY_MS = 2000;
@@ -117,12 +118,22 @@ export class Inspector {
       this.prompt.replaceChildren(el('p', { class: 'empty' }, 'Send a message to see what of its prompt is computed.'));
       return;
     }
+    if (last.usage.kvilt?.documents?.length) return this.showBlended(last);
     const { token_strs: strs } = await this.api.call('POST', 'tokenize', { messages: last.messages, return_token_strs: true });
     const reused = last.usage.prompt_tokens_details.cached_tokens;
     this.prompt.replaceChildren(strip(strs, reused), el('div', { class: 'legend' },
       el('span', { class: 'key reused' }, `${count(reused)} reused`),
       el('span', { class: 'key computed' }, `${count(strs.length - reused)} computed`)), ...missNote(last.usage.kvilt?.miss, reused));
     showEnd(this.prompt.querySelector('.cells'));
+  }
+
+  /** A prompt with documents: they stand where the template puts them, so what is shown is their text. */
+  showBlended({ usage, titles }) {
+    const reused = usage.prompt_tokens_details.cached_tokens;
+    const map = blendMap(usage.kvilt.documents, titles ?? []);
+    map.open = true;
+    this.prompt.replaceChildren(track(reused, usage.prompt_tokens), el('div', { class: 'legend' },
+      el('span', { class: 'key reused' }, `${count(reused)} reused`), el('span', { class: 'key computed' }, `${count(usage.prompt_tokens - reused)} computed`)), map);
   }
 
   /** What changes seldom: asked for when the panel opens and after each verb. */

@@ -321,7 +321,7 @@ class App {
     }
     if (node.usage) {
       const messages = conversation(this.tree.upTo(question), this.settings.values);
-      this.lastRequest = { messages, usage: node.usage };
+      this.lastRequest = { messages, usage: node.usage, titles: node.blended?.titles };
     }
     byId('status').textContent = { done: 'Answer complete', stopped: 'Stopped', failed: 'The answer failed' }[node.state];
     this.setRunning(null);

@@ -16,7 +16,7 @@ const SAMPLING = [
   { name: 'topP', field: 'top_p', label: 'Top p', min: 0.01, max: 1, step: 0.01 },
   { name: 'topK', field: 'top_k', label: 'Top k', min: 1, max: 1000, step: 1 },
   { name: 'minP', field: 'min_p', label: 'Min p', min: 0, max: 1, step: 0.01 },
-  { name: 'repetition', field: 'repetition_penalty', label: 'Repetition penalty', min: 0.5, max: 2, step: 0.05 },
+  { name: 'repetition', field: 'repetition_penalty', label: 'Repetition', min: 0.5, max: 2, step: 0.05 },
   { name: 'seed', field: 'seed', label: 'Seed', min: 0, max: 2 ** 31 - 1, step: 1 },
 ];
 const MODELS_OWN = { temperature: null, topP: null, topK: null, minP: null, repetition: null, seed: null };

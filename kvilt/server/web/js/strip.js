@@ -7,13 +7,18 @@ const SHOWN = 1500; // tokens; of longer prompts those around the place where re
 
 /** The strip for `strs`, of which the first `reused` were not computed again. */
 export function strip(strs, reused) {
-  const bar = el('div', { class: 'track tall', role: 'img', 'aria-label': `${count(reused)} reused, ${count(strs.length - reused)} computed` });
-  for (const [kind, n] of [['reused', reused], ['computed', strs.length - reused]]) {
+  return el('div', { class: 'strip' }, track(reused, strs.length), text(strs, reused));
+}
+
+/** A bar of `all` tokens, of which some were reused. */
+export function track(reused, all) {
+  const bar = el('div', { class: 'track tall', role: 'img', 'aria-label': `${count(reused)} reused, ${count(all - reused)} computed` });
+  for (const [kind, n] of [['reused', reused], ['computed', all - reused]]) {
     const part = el('span', { class: n ? `${kind} some` : kind });
-    part.style.width = `${(100 * n) / Math.max(1, strs.length)}%`;
+    part.style.width = `${(100 * n) / Math.max(1, all)}%`;
     bar.append(part);
   }
-  return el('div', { class: 'strip' }, bar, text(strs, reused));
+  return bar;
 }
 
 function text(strs, reused) {
