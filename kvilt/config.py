@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -200,6 +200,23 @@ def cache_home() -> Path:
         return Path(home).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "kvilt"
+
+
+# Variables with a meaning of their own; where one of them is set, no configuration file sets that option.
+_OWN_VARIABLES = frozenset({"threads", "api_key", "admin_key", "store_redis"})
+_PREFIX = "KVILT_"
+
+
+def env_settings(names: Collection[str]) -> dict[str, str | None]:
+    """Options that the environment sets, KVILT_PORT for `port`; None for those that other functions here read."""
+    found = {name: os.environ.get(_PREFIX + name.upper()) for name in names}
+    return {name: None if name in _OWN_VARIABLES else text for name, text in found.items() if text is not None}
+
+
+def config_files() -> tuple[Path, Path]:
+    """The files with settings: the user's own, and that of the current folder, which goes before it."""
+    base = os.environ.get("XDG_CONFIG_HOME")
+    return (Path(base) if base else Path.home() / ".config") / "kvilt" / "kvilt.toml", Path.cwd() / "kvilt.toml"
 
 
 def run_home() -> Path:

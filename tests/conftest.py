@@ -39,9 +39,10 @@ def smollm2_path() -> Path:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def own_run_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Tests list the servers they start in a folder of their own, and never use a developer's."""
+def own_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Tests list the servers they start in a folder of their own, and never use a developer's, nor their settings."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
         patch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("runtime")))
         yield
 

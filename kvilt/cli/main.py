@@ -8,14 +8,15 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from . import answer_app, measure_app, model_app, serve_app, store_app
+from . import answer_app, machine_app, measure_app, model_app, serve_app, store_app
 from .cluster_app import clusters
+from .errors import exit_on_error
 
 app = typer.Typer(
     name="kvilt",
     help="An LLM runtime in which the KV cache is a value you hold.",
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -29,11 +30,19 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def root(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and leave.")
     ] = False,
 ) -> None:
     """An LLM runtime in which the KV cache is a value you hold."""
+    del version  # its callback has printed it
+    if context.resilient_parsing:  # of a shell that completes a word
+        return
+    with exit_on_error():
+        from .settings import default_map
+
+        context.default_map = default_map(context.command)
 
 
 # In the order of the help, under the headings of it.
@@ -43,6 +52,7 @@ COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
         "serve": serve_app.serve,
         "ps": serve_app.ps,
         "stop": serve_app.stop,
+        "top": serve_app.top,
         "mcp": serve_app.mcp,
         "session": serve_app.session,
         "cluster": clusters,
@@ -62,6 +72,11 @@ COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
         "perplexity": measure_app.perplexity,
         "blend-report": measure_app.blend_report,
         "explain": measure_app.explain,
+    },
+    "This machine": {
+        "doctor": machine_app.doctor,
+        "config": machine_app.config,
+        "completion": machine_app.completion,
     },
 }
 

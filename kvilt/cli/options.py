@@ -34,7 +34,21 @@ TemplateOption = Annotated[
         help="A variable of the chat template, like enable_thinking=false; the value is JSON or text. Repeatable.",
     ),
 ]
-Model = Annotated[str, typer.Option("--model", "-m", help="A model's name, a path, or hf:org/name[:file].")]
+
+
+def model_names(incomplete: str) -> list[str]:
+    """Names for the shell to complete: those that kvilt knows, and what was fetched."""
+    from ..weights.hub import MODELS
+    from ..weights.on_disk import models_on_disk
+
+    names = dict.fromkeys([*MODELS, *(model.name for model in models_on_disk())])
+    return [name for name in names if name.startswith(incomplete)]
+
+
+Model = Annotated[
+    str,
+    typer.Option("--model", "-m", help="A model's name, a path, or hf:org/name[:file].", autocompletion=model_names),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +260,7 @@ SERVER = OptionGroup(
             "gate_act": Option(bool, True, "Raise ratios, or only compare."),
             "gate_path": Option(str | None, None, "The file that keeps the results of comparisons."),
             "log_level": Option(str, "info", "debug, info, warning or error."),
+            "log_format": Option(str, "text", "text or json: one line, or one JSON object, for each record."),
         }
     ),
 )

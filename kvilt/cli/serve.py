@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import gc
-import logging
 import os
 import socket
 import sys
@@ -17,6 +16,7 @@ from .. import __version__
 from ..config import EngineConfig, GateConfig, env_api_keys
 from ..errors import ParamError, Unsupported
 from ..llm import AsyncLLM, load_async
+from ..server.logs import configure_logs
 from ..server.running import RunningServer, ServedModel, process_ticks, register
 from ..weights.file_identity import file_identity
 from ..weights.hub import resolve
@@ -58,7 +58,7 @@ def serve(
     given = {name: value for name, value in engine.items() if value is not None}
     chosen = EngineConfig(**given, owner_weights=owner_weights(options["api_key_file"]))
     gate = gate_of(options)
-    _log_to_stderr(options["log_level"])
+    configure_logs(options["log_level"], options["log_format"])
     check_port("port", settings.host, settings.port)
     if settings.metrics_port is not None:
         check_port("metrics_port", settings.metrics_host, settings.metrics_port)
@@ -248,12 +248,6 @@ def owner_weights(path: str | None) -> dict[str, float]:
     from ..server.auth import tenant_of_key
 
     return {tenant_of_key(key): weight for key, weight in weighted_keys(path).items() if weight != 1.0}
-
-
-def _log_to_stderr(level: str) -> None:
-    if level.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"):
-        raise ParamError("log_level", f"must be debug, info, warning, error or critical, not {level!r}")
-    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
 
 def _loop_factory() -> Any:

@@ -73,6 +73,23 @@ def stop(
         stop_servers(which, everything, timeout_s)
 
 
+def top(
+    url: Annotated[
+        str | None, typer.Option(help="The server's address; default: this user's only running one.")
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="Print one picture and leave.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print a JSON object for each second.")] = False,
+    api_key: opt.ClientKey = None,
+    api_key_file: opt.ClientKeyFile = None,
+) -> None:
+    """Watch a running server: requests, KV, tiers of the store, tokens per second."""
+    with exit_on_error():
+        from .keys import client_key
+        from .top import watch
+
+        watch(url, client_key(api_key, api_key_file), once, json)
+
+
 def session(
     action: Annotated[str, typer.Argument(help="list, show, export, import, fork or delete.")],
     name: Annotated[str, typer.Argument(help="The session's name or id; for import, the file.")] = "",

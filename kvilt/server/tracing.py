@@ -20,6 +20,7 @@ except ImportError:
 else:
     traced = True
 
+USAGE = "kvilt.usage"  # in the scope of a request: the usage of its answer
 _LONGEST = 256  # characters of what a client names
 
 
@@ -110,7 +111,11 @@ def trace_response(scope: Scope, model: str, name: str | None = None) -> None:
 
 
 def trace_usage(scope: Scope, usage: Mapping[str, Any], reasons: Sequence[str] = ()) -> None:
-    """Set the token counts of an answer, in OpenAI's shape, and why each of its samples ended."""
+    """Set the token counts of an answer, in OpenAI's shape, and why each of its samples ended.
+
+    The access log shows the counts, too.
+    """
+    scope[USAGE] = usage
     if (one := scope.get("kvilt.span")) is not None:
         _set_usage(one, usage, reasons)
 

@@ -25,11 +25,11 @@ from ..config import ServeConfig
 from ..metrics import HTTP_REQUESTS, HTTP_SECONDS
 from ..sessions.fields import IMPORT_PATH
 from ..tracing import end_span, request_span
+from .access_log import log_access
 from .body import LimitedBody, body_too_large
 from .errors import SHAPE, ClientDisconnected, ErrorShape, HTTPError, draining_error, internal_error
 
 _log = logging.getLogger(__name__)
-_access = logging.getLogger("kvilt.access")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 # Served without a key: liveness and readiness. Static files need no key either.
@@ -59,6 +59,7 @@ class RequestContext:
     began_s: float = field(default_factory=time.perf_counter)
     origin: str | None = None
     status: int = 0  # 0: no response was started
+    first_s: float | None = None  # from the request to the start of the response
     body: LimitedBody | None = None  # None: the request was not admitted
     span: Any = None
 
@@ -205,7 +206,7 @@ class RequestMiddleware:
 
         async def send_out(message: Message) -> None:
             if message["type"] == "http.response.start":
-                context.status = message["status"]
+                context.status, context.first_s = message["status"], time.perf_counter() - context.began_s
                 message["headers"] = [*message.get("headers", ()), *self._headers(context)]
             try:
                 async with asyncio.timeout(self._config.write_timeout_s):
@@ -235,19 +236,8 @@ class RequestMiddleware:
         self._metrics.add(HTTP_REQUESTS, route=route, method=method, status=str(context.status or 499))
         self._metrics.observe(HTTP_SECONDS, took_s, route=route)
         end_span(context.span, route, context.status or 499)
-        # %r, so that a path cannot start a line of the log.
-        path = context.scope.get("raw_path", b"")[:256].decode("ascii", "backslashreplace")
         client = (context.scope.get("client") or ("-",))[0]
-        _access.info(
-            "%s %s %r %d %.3f s, request %s",
-            client,
-            method,
-            path,
-            context.status or 499,
-            took_s,
-            context.id,
-            extra={"request_id": context.id, "status": context.status or 499},
-        )
+        log_access(context.scope, context.id, client, method, route, context.status or 499, took_s, context.first_s)
 
 
 _PREFLIGHT = {
