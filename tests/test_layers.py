@@ -43,6 +43,7 @@ CORE = frozenset({"torch", "numpy", "safetensors", "tokenizers", "jinja2"})
 EXTRAS: Mapping[str, frozenset[str]] = {
     "kvilt.cli": frozenset({"typer", "rich", "prompt_toolkit", "click"}),
     "kvilt.cli.serve": frozenset({"uvloop"}),
+    "kvilt.cli.doctor": frozenset({"redis"}),
     "kvilt.bench.serve_plot": frozenset({"matplotlib"}),
     "kvilt.bench.blend_plot": frozenset({"matplotlib"}),
     "kvilt.server": frozenset({"starlette", "fastapi", "pydantic", "uvicorn", "httptools", "orjson"}),
