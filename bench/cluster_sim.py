@@ -8,6 +8,7 @@ own measurements of speed; the replicas are a model:
 
  prefill   one prompt at a time, first come first served, at --prefill tokens a second
  decode    --decode seconds a token; each request that decodes takes 1/256 of the prefill's speed
+ transfer  --transfer bytes a second after 20 ms, 128 KiB a token, beside computing and without a queue
  cache     --cache blocks of 32 tokens, least recently used first, the ends of prefixes before their beginnings
 
 Requests are turns of conversations. Their distributions: conversations arrive as a Poisson process; a conversation
@@ -47,6 +48,8 @@ from kvilt.server.kv_events.messages import BlockRemoved, BlockStored, KVEvent
 BLOCK = 32
 EVENT_DELAY_S = 0.01
 DECODE_SHARE = 1 / 256
+TOKEN_BYTES = 131_072.0  # KV of a token of a model with 8 billion parameters, in 16 bits
+TRANSFER_LATENCY_S = 0.02
 VOCABULARY = 50_000
 
 
@@ -144,6 +147,9 @@ class Policy:
     def first_token(self, turn: Turn, name: str, ticket: Ticket | None, now_s: float) -> None:
         self.backlog[name] -= len(turn.tokens)
 
+    def moved(self, ticket: Ticket, seconds: float, now_s: float) -> None:
+        """KV was moved for a request."""
+
     def end(self, ticket: Ticket | None) -> None:
         """The request is over."""
 
@@ -183,9 +189,10 @@ class ConsistentHash(Policy):
 
 
 class KviltRouter(Policy):
-    def __init__(self, names: list[str], **settings: Any) -> None:
+    def __init__(self, names: list[str], moves: bool = False, **settings: Any) -> None:
         super().__init__(names)
         self.router = Router(RouterConfig(**settings))
+        self.router.token_bytes = TOKEN_BYTES if moves else 0.0
         for name in names:
             self.router.add(name)
         self.took_s: list[float] = []
@@ -200,6 +207,9 @@ class KviltRouter(Policy):
         assert ticket is not None
         self.router.first_token(ticket, now_s)
 
+    def moved(self, ticket: Ticket, seconds: float, now_s: float) -> None:
+        self.router.moved(ticket, int(ticket.moved * TOKEN_BYTES), seconds, now_s)
+
     def end(self, ticket: Ticket | None) -> None:
         assert ticket is not None
         self.router.end(ticket)
@@ -211,9 +221,12 @@ class KviltRouter(Policy):
 class Simulation:
     """Turns through replicas by one policy."""
 
-    def __init__(self, policy: Policy, replicas: list[Replica], prefill: float, decode_s: float) -> None:
+    def __init__(
+        self, policy: Policy, replicas: list[Replica], prefill: float, decode_s: float, transfer: float
+    ) -> None:
         self.policy, self.replicas = policy, {one.name: one for one in replicas}
-        self.prefill, self.decode_s = prefill, decode_s
+        self.prefill, self.decode_s, self.transfer = prefill, decode_s, transfer
+        self.moved_tokens = 0
         self.queue: list[tuple[float, int, Callable[[], None]]] = []
         self.count = itertools.count()
         self.now_s = 0.0
@@ -236,12 +249,30 @@ class Simulation:
             "TTFT median s": float(np.median(waits)),
             "TTFT p99 s": float(np.quantile(waits, 0.99)),
             "answer tokens/s": self.answer_tokens / self.now_s,
+            "moved": self.moved_tokens / self.prompt_tokens,
         }
 
     def arrive(self, turn: Turn) -> None:
         name, ticket = self.policy.choose(turn, self.now_s)
-        self.replicas[name].waiting.append((turn, ticket, self.now_s))
-        self.begin(self.replicas[name])
+        if ticket is None or ticket.source is None:
+            self.wait(self.replicas[name], turn, ticket, self.now_s)
+            return
+        came_s, took_s = self.now_s, TRANSFER_LATENCY_S + ticket.moved * TOKEN_BYTES / self.transfer
+        self.at(came_s + took_s, lambda: self.moved(turn, ticket, came_s))
+
+    def moved(self, turn: Turn, ticket: Ticket, came_s: float) -> None:
+        """KV from another replica is there, as far as that one still had it."""
+        assert ticket.source is not None
+        replica, blocks = self.replicas[ticket.replica], ticket.reach // BLOCK
+        blocks = min(blocks, self.replicas[ticket.source].cached(turn.keys[:blocks]))
+        self.tell(replica, replica.keep(turn.keys[:blocks], turn.tokens))
+        self.policy.moved(ticket, self.now_s - came_s, self.now_s)
+        self.moved_tokens += ticket.moved
+        self.wait(replica, turn, ticket, came_s)
+
+    def wait(self, replica: Replica, turn: Turn, ticket: Ticket | None, came_s: float) -> None:
+        replica.waiting.append((turn, ticket, came_s))
+        self.begin(replica)
 
     def begin(self, replica: Replica) -> None:
         if replica.busy or not replica.waiting:
@@ -303,6 +334,7 @@ def compare(replicas: int, options: argparse.Namespace) -> dict[str, Any]:
         "least loaded": LeastLoaded([*names]),
         "consistent hash": ConsistentHash([*names]),
         "kvilt": KviltRouter([*names], prefill_tokens_per_s=options.prefill),
+        "kvilt, KV moves": KviltRouter([*names], moves=True, prefill_tokens_per_s=options.prefill),
     }
     blocks = options.cache
     best = giant_cache(turns, blocks * replicas)
@@ -312,7 +344,7 @@ def compare(replicas: int, options: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {"replicas": replicas, "requests": len(turns), "giant cache": best}
     for label, policy in made.items():
         engines = [Replica(name, blocks) for name in names]
-        result[label] = Simulation(policy, engines, options.prefill, options.decode).run(turns)
+        result[label] = Simulation(policy, engines, options.prefill, options.decode, options.transfer).run(turns)
         if isinstance(policy, KviltRouter):
             took = np.array(policy.took_s) * 1e6
             result[label] |= {
@@ -370,6 +402,7 @@ def main() -> None:
     parser.add_argument("--load", type=float, default=0.7)
     parser.add_argument("--prefill", type=float, default=20_000.0, help="tokens a second")
     parser.add_argument("--decode", type=float, default=0.02, help="seconds a token")
+    parser.add_argument("--transfer", type=float, default=1e10, help="bytes of KV a second between two replicas")
     parser.add_argument("--cache", type=int, default=16_384, help="blocks of one replica")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--scale", action="store_true")

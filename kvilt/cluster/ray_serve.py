@@ -38,6 +38,7 @@ _log = logging.getLogger(__name__)
 NAMESPACE, DOOR, APPLICATION, PREFILL = "kvilt", "kvilt-door", "kvilt", "kvilt-prefill"
 _OBJECT_STORE_BYTES = 100 << 20  # nothing large goes through it
 _START_S = 600.0
+_SPREAD_CPUS = 0.01  # of each replica: Ray spreads actors over nodes only if they need something
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +212,7 @@ def application(plan: ClusterPlan, prefill_only: bool = False) -> Any:
     deployment: Any = serve.deployment(
         EngineReplica,
         name="prefill" if prefill_only else "engine",
-        ray_actor_options={"num_cpus": 0, "num_gpus": plan.gpus},
+        ray_actor_options={"num_cpus": 0 if plan.local else _SPREAD_CPUS, "num_gpus": plan.gpus},
         health_check_period_s=1.0,
         health_check_timeout_s=10.0,
         graceful_shutdown_timeout_s=plan.config.grace_s + 10,
