@@ -1,6 +1,6 @@
 """Every format of packed weights on one model: speed beside Q4_0 and Q8_0 in one run, and what the kernels round.
 
-    python bench/formats.py MODEL.gguf [--formats GPTQ,AWQ,...] [--rounds 7] [--threads 2] [--chunks 1]
+    python bench/formats.py MODEL.gguf [--formats GPTQ,AWQ,...] [--rounds 7] [--threads 2] [--chunks 1] [--cpu-time]
 
 The matrices of the layers are packed anew in each format, by the plainest rounding; embedding and head stay as they are
 in the file, the same for all. All models are in memory, and each round times a prompt of 512 tokens and 64 steps of
@@ -136,15 +136,15 @@ def build(model: Path, name: str, backend: str, threads: int) -> Executor:
     return build_executor(repacked, RunConfig(backend=backend, threads=threads, kv_memory=256 << 20, max_context=2048))
 
 
-def timed(executor: Executor, prompt: list[int]) -> tuple[float, float]:
+def timed(executor: Executor, prompt: list[int], now: Callable[[], float]) -> tuple[float, float]:
     """Tokens per second of the prompt and of decoding."""
     greedy = kvilt.SamplingParams(temperature=0.0)
     with executor.create_kv_cache() as kv:
-        began_s = time.perf_counter()
+        began_s = now()
         first = int(executor.step([prompt], kv).argmax())
-        read_s = time.perf_counter()
+        read_s = now()
         executor.sample_tokens(STEPS, [[first]], kv, params=greedy)
-        return len(prompt) / (read_s - began_s), STEPS / (time.perf_counter() - read_s)
+        return len(prompt) / (read_s - began_s), STEPS / (now() - read_s)
 
 
 def perplexities(model: Path, name: str, native: Executor, ids: list[int], head: Any) -> tuple[float, float]:
@@ -164,14 +164,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--chunks", type=int, default=1)
+    parser.add_argument("--cpu-time", action="store_true", help="CPU seconds: a busy machine, --threads 1")
     options = parser.parse_args()
+    now = time.process_time if options.cpu_time else time.perf_counter
     with kvilt.load(options.model, kv_memory="64M", max_context=PROMPT_TOKENS) as llm:
         tokenizer: Tokenizer = llm.tokenizer
         ids = tokenizer.encode(TEXT.read_text(), add_special=False)[: PROMPT_TOKENS * max(1, options.chunks)]
     executors = {name: build(options.model, name, "native", options.threads) for name in options.formats.split(",")}
     for executor in executors.values():
-        timed(executor, ids[:PROMPT_TOKENS])  # records the steps
-    rounds = [{name: timed(one, ids[:PROMPT_TOKENS]) for name, one in executors.items()} for _ in range(options.rounds)]
+        timed(executor, ids[:PROMPT_TOKENS], now)  # records the steps
+    prompt = ids[:PROMPT_TOKENS]
+    rounds = [{name: timed(one, prompt, now) for name, one in executors.items()} for _ in range(options.rounds)]
     for name, executor in executors.items():
         base = BASES.get(name, "Q8_0" if name == "MXFP4" else name)
         cells = [name]

@@ -43,8 +43,13 @@ def _granite(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
+def _granite_hybrid(spec: ModelSpec) -> dict[str, Any]:
+    turns = any(layer.has_attention and isinstance(layer.attention.rope, RopeSpec) for layer in spec.layers)
+    return {**_granite(spec), "rope.scaling.finetuned": turns}
+
+
 _MULTIPLIERS: Mapping[str, Callable[[ModelSpec], dict[str, Any]]] = MappingProxyType(
-    {"granite": _granite, "granite_hybrid": _granite, "cohere": lambda spec: {"logit_scale": spec.logit_scale}}
+    {"granite": _granite, "granite_hybrid": _granite_hybrid, "cohere": lambda spec: {"logit_scale": spec.logit_scale}}
 )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from types import MappingProxyType
 
 import torch
@@ -20,6 +21,7 @@ from .assemble import Located, locate, needed_tensors, slices_of
 from .expert_slices import ExpertSlice
 from .families.family import CheckpointDialect
 from .fused_slice import FusedSlice
+from .recurrent_spec import Mamba2Spec
 from .spec import AttentionSpec, ModelSpec, RopeSpec, each_attention
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -89,10 +91,22 @@ def joined_parts(spec: ModelSpec, dialect: CheckpointDialect) -> dict[str, Joine
     made = {}
     for ours, tensor in needed_tensors(spec, dialect, ()):
         held = pieces.get(ours, [])
-        made[tensor.name] = _joined(tensor.shape, held) if held else JoinedParts(tensor.shape, (ours,))
-        if not held and _last(ours) in dialect.transposed:
-            made[tensor.name] = JoinedParts(tensor.shape, (ours,), transposed=True)
+        transposed = _last(ours) in dialect.transposed
+        plain = JoinedParts(_state_shape(spec, ours, tensor.shape), (ours,), transposed=transposed)
+        made[tensor.name] = _joined(tensor.shape, held) if held else plain
     return made
+
+
+def _state_shape(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of vectors of recurrent layers, whose dimensions of one llama.cpp counts."""
+    part, layer = _last(name), name.partition(".")[0]
+    if part == "conv":
+        return tuple(size for size in shape if size != 1)
+    kept = spec.layers[int(layer)].recurrent if layer.isdigit() else None
+    if not isinstance(kept, Mamba2Spec):
+        return shape
+    sizes = {"a_log": (-1, 1), "skip": (-1, 1), "memory_norm": (kept.norm_groups, -1)}.get(part, shape)
+    return tuple(prod(shape) // -prod(sizes) if size < 0 else size for size in sizes)
 
 
 def _joined(shape: tuple[int, ...], held: list[tuple[str, FusedSlice | ExpertSlice]]) -> JoinedParts:

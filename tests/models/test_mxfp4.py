@@ -62,6 +62,16 @@ def test_a_missing_plane_is_named(tmp_path: Path) -> None:
         load_executor(tmp_path, RunConfig(kv_memory=1 << 22, backend="reference"))
 
 
+@pytest.mark.parametrize("plane", ["blocks", "scales"])
+def test_planes_whose_sizes_disagree_are_named(tmp_path: Path, plane: str) -> None:
+    packed_checkpoint(tmp_path)
+    tensors, name = load_file(tmp_path / "model.safetensors"), f"model.layers.1.mlp.experts.down_proj_{plane}"
+    tensors[name] = tensors[name][:, :-1].contiguous()
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(WeightError, match=rf"of another shape \(model\.layers\.1\.mlp\.experts\.down_proj_{plane} is"):
+        load_executor(tmp_path, RunConfig(kv_memory=1 << 22, backend="reference"))
+
+
 def test_another_gate_is_refused(tmp_path: Path) -> None:
     write_checkpoint(gpt_oss(swiglu_limit=5.0)(), tmp_path)
     with pytest.raises(Unsupported, match="swiglu_limit"):
