@@ -46,7 +46,6 @@ struct BlockReader {
           if constexpr (F::minimum) low_factor = load_half(reinterpret_cast<const uint16_t*>(at + 2 * kTile));
           at += F::header;
         }
-      for (int line = 0; line < F::block; line += 64) __builtin_prefetch(at + kBlocksAtOnce * F::block + line);
       const Codes<F::coding> codes(at, 0);
       for (int step = 0; step < 8; ++step) _mm512_store_si512(to.codes[i] + 64 * step, codes.v[step]);
       to.scales[i] = scales_of<K>(at + F::codes, factor, low_factor);
@@ -119,15 +118,20 @@ inline __attribute__((always_inline)) f32x16 add_sums(f32x16 total, const int32_
   return total;
 }
 
-// Sixteen rows: their totals stay in registers.
+// Sixteen rows: their totals stay in registers. What `ahead` points to is asked for meanwhile, unless it is null: a few
+// lines with each block, since a core can wait for few at a time.
 template <WeightKind K>
-void add_blocks(const UnpackedBlocks<K>& w, int64_t blocks, const int8_t* values, const float* floats, float* totals) {
+void add_blocks(const UnpackedBlocks<K>& w, int64_t blocks, const int8_t* values, const float* floats, float* totals,
+                const uint8_t* ahead) {
   constexpr bool kHalves = PackedFormat<K>::halves;
   alignas(64) int32_t sums[2][2 * kSums];
   f32x16 total[kWide];
 #pragma GCC unroll 16
   for (int r = 0; r < kWide; ++r) total[r] = load(totals + r * kTile);
   const auto apply = [&](int64_t b, const int32_t* from) __attribute__((always_inline)) {
+    if (ahead)
+      for (int line = 0; line < PackedFormat<K>::block; line += 64)
+        __builtin_prefetch(ahead + b * PackedFormat<K>::block + line);
 #pragma GCC unroll 16
     for (int r = 0; r < kWide; ++r)
       total[r] = add_sums<K>(total[r], from + r * kTile, w.scales[b], floats + b * 4 * kWide + r, kWide);
@@ -206,7 +210,8 @@ void wide_product(const uint8_t* w, const QuantizedRows& x, int64_t first, int64
     reader.read(count, blocks);
     for (int64_t row = from; row < whole; row += kWide) {
       const int64_t at = row * x.blocks + b * kWide;
-      add_blocks<K>(blocks, count, x.values + at * kBlock, x.floats + at * 4, totals + (row - from) * kTile);
+      add_blocks<K>(blocks, count, x.values + at * kBlock, x.floats + at * 4, totals + (row - from) * kTile,
+                    row == from ? reader.at : nullptr);
     }
     if (whole == to) continue;
     configure(int(to - whole), kHalves);

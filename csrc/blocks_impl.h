@@ -129,6 +129,39 @@ inline __attribute__((always_inline)) Part add_block(Part sum, const Codes<Packe
   }
 }
 
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+
+// Two neighbouring rows: the sums of both at once, and then the operations of `add_block` in its order.
+template <WeightKind K, int kStride, typename ReadScales>
+inline __attribute__((always_inline)) void add_two_blocks(Part* sums, const Codes<PackedFormat<K>::coding>& codes,
+                                                          int part, const int8_t* values, const float* floats,
+                                                          ReadScales scales) {
+  using F = PackedFormat<K>;
+  const int8_t* other = values + kBlock;
+  if constexpr (F::halves) {
+    const auto [first_x, first_y] = dots_of_two<0, 4>(codes, values, other);
+    const auto [second_x, second_y] = dots_of_two<4, 4>(codes, values, other);
+    const TileScales& of = scales();
+    const Ints first[2] = {first_x, first_y}, second[2] = {second_x, second_y};
+    for (int r = 0; r < 2; ++r, ++floats) {
+      Part sum = fma(to_float(first[r]), part_of(of.scale[0], part) * floats[0], sums[r]);
+      sum = fma(part_of(of.low[0], part), floats[2 * kStride], sum);
+      sum = fma(to_float(second[r]), part_of(of.scale[1], part) * floats[0], sum);
+      sums[r] = fma(part_of(of.low[1], part), floats[3 * kStride], sum);
+    }
+  } else {
+    const auto [x, y] = dots_of_two<0, 8>(codes, values, other);
+    const TileScales& of = scales();
+    const Ints whole[2] = {x, y};
+    for (int r = 0; r < 2; ++r, ++floats) {
+      sums[r] = fma(to_float(whole[r]), part_of(of.scale[0], part) * floats[0], sums[r]);
+      if constexpr (F::minimum || F::offset != 0) sums[r] = fma(part_of(of.low[0], part), floats[kStride], sums[r]);
+    }
+  }
+}
+
+#endif
+
 // Sixteen weights of a column that are not packed.
 template <WeightKind K>
 inline f32x16 load_weights(const uint8_t* w, int64_t at) {

@@ -233,6 +233,102 @@ inline Ints dots(const Codes<Coding>& w, const int8_t* x) {
 
 constexpr int kByteOffset = 0;
 
+#elif defined(KVILT_NEON)
+
+constexpr int kParts = 4;
+constexpr int kUnrolled = 8;
+struct Part {
+  float32x4_t v;
+};
+struct Ints {
+  int32x4_t v;
+};
+inline Part operator*(Part a, float b) { return {vmulq_n_f32(a.v, b)}; }
+inline Part fma(Part a, Part b, Part c) { return {vfmaq_f32(c.v, a.v, b.v)}; }
+inline Part fma(Part a, float b, Part c) { return {vfmaq_n_f32(c.v, a.v, b)}; }
+inline Part to_float(Ints a) { return {vcvtq_f32_s32(a.v)}; }
+inline Part part_of(f32x16 v, int part) { return {v.v[part]}; }
+inline f32x16 joined(const Part* parts, int stride) {
+  return {{parts[0].v, parts[stride].v, parts[2 * stride].v, parts[3 * stride].v}};
+}
+
+// The eight steps of a block for four outputs, as signed bytes: all codes fit.
+template <int Coding>
+struct Codes {
+  int8x16_t v[8];
+
+  Codes(const uint8_t* w, int part) {
+    const auto at = [&](int byte) { return vld1q_u8(w + byte + 16 * part); };
+    uint8x16_t code[8];
+    if constexpr (Coding == 8) {
+      for (int j = 0; j < 8; ++j) code[j] = at(64 * j);
+    } else if constexpr (Coding == 2 || Coding == 3) {
+      for (int j = 0; j < 8; ++j) code[j] = bits(at(64 * (j / 4)), 2 * (j % 4), 0, 3);
+      if constexpr (Coding == 3)
+        for (int j = 0; j < 8; ++j) code[j] = vorrq_u8(code[j], bits(at(128), j, 2, 4));
+    } else {
+      for (int j = 0; j < 4; ++j) {
+        code[j] = vandq_u8(at(64 * j), vdupq_n_u8(15));
+        code[4 + j] = vshrq_n_u8(at(64 * j), 4);
+      }
+      if constexpr (Coding == kFp4Coding || Coding == kIq4Coding) {
+        const auto* table = Coding == kFp4Coding ? kFp4Numbers : reinterpret_cast<const uint8_t*>(kIq4Numbers);
+        const uint8x16_t numbers = vld1q_u8(table);
+        for (int j = 0; j < 8; ++j) code[j] = vqtbl1q_u8(numbers, code[j]);
+      }
+      if constexpr (Coding == 5)
+        for (int j = 0; j < 8; ++j) code[j] = vorrq_u8(code[j], bits(at(256), j, 4, 16));
+      if constexpr (Coding == 6)
+        for (int j = 0; j < 8; ++j) code[j] = vorrq_u8(code[j], bits(at(256 + 64 * (j / 4)), 2 * (j % 4), 4, 48));
+    }
+    for (int j = 0; j < 8; ++j) v[j] = vreinterpretq_s8_u8(code[j]);
+  }
+  // Bits from place `from` on, moved to place `to`; the mask says which of them.
+  static uint8x16_t bits(uint8x16_t plane, int from, int to, uint8_t mask) {
+    return vandq_u8(vshlq_u8(plane, vdupq_n_s8(int8_t(to - from))), vdupq_n_u8(mask));
+  }
+};
+
+inline int8x16_t four(const int8_t* x) {
+  int32_t word;
+  std::memcpy(&word, x, 4);
+  return vreinterpretq_s8_s32(vdupq_n_s32(word));
+}
+
+template <int First, int Count, int Coding>
+inline Ints dots(const Codes<Coding>& w, const int8_t* x) {
+  int32x4_t a = vdupq_n_s32(0), b = vdupq_n_s32(0);
+  for (int j = First; j < First + Count; j += 2) {
+    a = vdotq_s32(a, w.v[j], four(x + 4 * j));
+    b = vdotq_s32(b, w.v[j + 1], four(x + 4 * j + 4));
+  }
+  return {vaddq_s32(a, b)};
+}
+
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+
+// Two rows at once: a product of matrices takes eight inputs of two outputs and of two rows. The sums are those of
+// `dots`, since they are whole numbers.
+struct IntsOfTwo {
+  Ints first, second;
+};
+template <int First, int Count, int Coding>
+inline IntsOfTwo dots_of_two(const Codes<Coding>& w, const int8_t* x, const int8_t* y) {
+  int32x4_t low = vdupq_n_s32(0), high = vdupq_n_s32(0);  // of each row, outputs 0 and 1, outputs 2 and 3
+  for (int j = First; j < First + Count; j += 2) {
+    const int8x16_t rows = vcombine_s8(vld1_s8(x + 4 * j), vld1_s8(y + 4 * j));
+    const int32x4_t a = vreinterpretq_s32_s8(w.v[j]), b = vreinterpretq_s32_s8(w.v[j + 1]);
+    low = vmmlaq_s32(low, rows, vreinterpretq_s8_s32(vzip1q_s32(a, b)));
+    high = vmmlaq_s32(high, rows, vreinterpretq_s8_s32(vzip2q_s32(a, b)));
+  }
+  return {{vcombine_s32(vget_low_s32(low), vget_low_s32(high))},
+          {vcombine_s32(vget_high_s32(low), vget_high_s32(high))}};
+}
+
+#endif
+
+constexpr int kByteOffset = 0;
+
 #else
 
 constexpr int kParts = 1;
@@ -258,7 +354,7 @@ constexpr int kByteOffset = 0;
 
 #endif
 
-#if !defined(__AVX2__) || defined(__AVX512VNNI__)
+#if (!defined(__AVX2__) || defined(__AVX512VNNI__)) && !defined(KVILT_NEON)
 inline f32x16 part_of(f32x16 v, int) { return v; }
 inline f32x16 joined(const f32x16* parts, int) { return parts[0]; }
 #endif

@@ -35,6 +35,16 @@ void packed_rows(const uint8_t* w, const QuantizedRows& x, int64_t group, f32x16
       for (int line = 0; line < F::block; line += 64) __builtin_prefetch(w + kAhead + line);
     const auto through = [&](int part, auto scales) __attribute__((always_inline)) {
       const Codes<F::coding> codes(w, part);
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+      if constexpr (R % 2 == 0) {
+        for (int g = 0; g < G; ++g)
+#pragma GCC unroll kUnrolled
+          for (int r = 0; r < R; r += 2)
+            add_two_blocks<K, R>(&sums[(part * G + g) * R + r], codes, part, values + (g * next + r) * kBlock,
+                                 floats + g * next * 4 + r, scales);
+        return;
+      }
+#endif
 #pragma GCC unroll 2
       for (int g = 0; g < G; ++g)
 #pragma GCC unroll kUnrolled

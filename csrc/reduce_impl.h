@@ -26,15 +26,20 @@ inline uint32_t lanes_where(f32x16 x, f32x16 y) {
 inline uint32_t at_least(f32x16 a, f32x16 b) { return lanes_where<_CMP_GE_OQ>(a, b); }
 inline uint32_t above_of(f32x16 a, f32x16 b) { return lanes_where<_CMP_GT_OQ>(a, b); }
 #else
-inline uint32_t at_least(f32x16 a, f32x16 b) {
+template <typename Compare>
+inline uint32_t lanes_where(f32x16 a, f32x16 b, Compare compare) {
+  float x[16], y[16];
+  store(x, a);
+  store(y, b);
   uint32_t lanes = 0;
-  for (int i = 0; i < 16; ++i) lanes |= uint32_t(a.v[i] >= b.v[i]) << i;
+  for (int i = 0; i < 16; ++i) lanes |= uint32_t(compare(x[i], y[i])) << i;
   return lanes;
 }
+inline uint32_t at_least(f32x16 a, f32x16 b) {
+  return lanes_where(a, b, [](float x, float y) { return x >= y; });
+}
 inline uint32_t above_of(f32x16 a, f32x16 b) {
-  uint32_t lanes = 0;
-  for (int i = 0; i < 16; ++i) lanes |= uint32_t(a.v[i] > b.v[i]) << i;
-  return lanes;
+  return lanes_where(a, b, [](float x, float y) { return x > y; });
 }
 #endif
 
@@ -103,7 +108,9 @@ struct Sums {
   double v[16] = {};
 };
 inline void add(Sums& sums, f32x16 x) {
-  for (int i = 0; i < 16; ++i) sums.v[i] += double(x.v[i]);
+  float lanes[16];
+  store(lanes, x);
+  for (int i = 0; i < 16; ++i) sums.v[i] += double(lanes[i]);
 }
 inline void spill(const Sums& sums, double* out) { std::memcpy(out, sums.v, sizeof sums.v); }
 #endif
@@ -185,7 +192,9 @@ class Complements {
   f32x16 next() {
     const int64_t first = at_;
     at_ += 16;
-    return each([&](int i) { return float(complement(noise_bits(key_, first + i))); });
+    float lanes[16];
+    for (int i = 0; i < 16; ++i) lanes[i] = float(complement(noise_bits(key_, first + i)));
+    return load(lanes);
   }
 
  private:

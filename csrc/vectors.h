@@ -8,6 +8,8 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(KVILT_NEON)
+#include <arm_neon.h>
 #endif
 
 namespace kvilt::KVILT_ISA {
@@ -179,6 +181,98 @@ inline __m256 high_nibbles_8(const uint8_t* p) {
 inline f32x16 load_low_nibbles(const uint8_t* p) { return {low_nibbles_8(p), low_nibbles_8(p + 8)}; }
 inline f32x16 load_high_nibbles(const uint8_t* p) { return {high_nibbles_8(p), high_nibbles_8(p + 8)}; }
 
+#elif defined(KVILT_NEON)
+
+constexpr int kRegisterBytes = 16;
+struct f32x16 {
+  float32x4_t v[4];
+};
+struct i32x16 {
+  int32x4_t v[4];
+};
+template <typename Op>
+inline __attribute__((always_inline)) f32x16 each(Op op) {
+  return {{op(0), op(1), op(2), op(3)}};
+}
+inline f32x16 load(const float* p) {
+  return each([&](int i) { return vld1q_f32(p + 4 * i); });
+}
+inline void store(float* p, f32x16 x) {
+  for (int i = 0; i < 4; ++i) vst1q_f32(p + 4 * i, x.v[i]);
+}
+inline f32x16 splat(float x) {
+  return each([&](int) { return vdupq_n_f32(x); });
+}
+inline f32x16 operator+(f32x16 a, f32x16 b) {
+  return each([&](int i) { return vaddq_f32(a.v[i], b.v[i]); });
+}
+inline f32x16 operator-(f32x16 a, f32x16 b) {
+  return each([&](int i) { return vsubq_f32(a.v[i], b.v[i]); });
+}
+inline f32x16 operator*(f32x16 a, f32x16 b) {
+  return each([&](int i) { return vmulq_f32(a.v[i], b.v[i]); });
+}
+inline f32x16 operator/(f32x16 a, f32x16 b) {
+  return each([&](int i) { return vdivq_f32(a.v[i], b.v[i]); });
+}
+inline f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
+  return each([&](int i) { return vfmaq_f32(c.v[i], a.v[i], b.v[i]); });
+}
+inline f32x16 max(f32x16 a, f32x16 b) {
+  return each([&](int i) { return vmaxq_f32(a.v[i], b.v[i]); });
+}
+inline f32x16 min(f32x16 a, f32x16 b) {
+  return each([&](int i) { return vminq_f32(a.v[i], b.v[i]); });
+}
+inline f32x16 abs(f32x16 a) {
+  return each([&](int i) { return vabsq_f32(a.v[i]); });
+}
+inline f32x16 zero_below(f32x16 a, f32x16 b, f32x16 value) {
+  return each([&](int i) {
+    return vreinterpretq_f32_u32(vandq_u32(vcgeq_f32(a.v[i], b.v[i]), vreinterpretq_u32_f32(value.v[i])));
+  });
+}
+inline f32x16 to_float(i32x16 a) {
+  return each([&](int i) { return vcvtq_f32_s32(a.v[i]); });
+}
+inline f32x16 exp2_bits(f32x16 rounded) {
+  return each([&](int i) {
+    const uint32x4_t bits = vshlq_n_u32(vreinterpretq_u32_f32(rounded.v[i]), 23);
+    return vreinterpretq_f32_u32(vaddq_u32(bits, vdupq_n_u32(0x3f800000u)));
+  });
+}
+inline int32_t store_bytes(int8_t* p, f32x16 x) {
+  int32x4_t whole[4], sum = vdupq_n_s32(0);
+  for (int i = 0; i < 4; ++i) {
+    whole[i] = vcvtnq_s32_f32(x.v[i]);
+    sum = vaddq_s32(sum, whole[i]);
+  }
+  const int16x8_t low = vcombine_s16(vqmovn_s32(whole[0]), vqmovn_s32(whole[1]));
+  const int16x8_t high = vcombine_s16(vqmovn_s32(whole[2]), vqmovn_s32(whole[3]));
+  vst1q_s8(p, vcombine_s8(vqmovn_s16(low), vqmovn_s16(high)));
+  return vaddvq_s32(sum);
+}
+inline f32x16 load_half(const uint16_t* p) {
+  return each([&](int i) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + 4 * i))); });
+}
+inline f32x16 load_bfloat(const uint16_t* p) {
+  return each([&](int i) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p + 4 * i), 16)); });
+}
+inline f32x16 from_bytes(uint8x16_t bytes) {
+  const uint16x8_t low = vmovl_u8(vget_low_u8(bytes)), high = vmovl_u8(vget_high_u8(bytes));
+  return {{vcvtq_f32_u32(vmovl_u16(vget_low_u16(low))), vcvtq_f32_u32(vmovl_u16(vget_high_u16(low))),
+           vcvtq_f32_u32(vmovl_u16(vget_low_u16(high))), vcvtq_f32_u32(vmovl_u16(vget_high_u16(high)))}};
+}
+inline f32x16 load_byte(const int8_t* p) {
+  const int8x16_t bytes = vld1q_s8(p);
+  const int16x8_t low = vmovl_s8(vget_low_s8(bytes)), high = vmovl_s8(vget_high_s8(bytes));
+  return {{vcvtq_f32_s32(vmovl_s16(vget_low_s16(low))), vcvtq_f32_s32(vmovl_s16(vget_high_s16(low))),
+           vcvtq_f32_s32(vmovl_s16(vget_low_s16(high))), vcvtq_f32_s32(vmovl_s16(vget_high_s16(high)))}};
+}
+inline f32x16 load_unsigned(const uint8_t* p) { return from_bytes(vld1q_u8(p)); }
+inline f32x16 load_low_nibbles(const uint8_t* p) { return from_bytes(vandq_u8(vld1q_u8(p), vdupq_n_u8(15))); }
+inline f32x16 load_high_nibbles(const uint8_t* p) { return from_bytes(vshrq_n_u8(vld1q_u8(p), 4)); }
+
 #else
 
 constexpr int kRegisterBytes = 16;
@@ -291,6 +385,15 @@ inline float reduce_max(f32x16 v) {
   const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
   const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
   return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+}
+#elif defined(KVILT_NEON)
+inline float reduce_add(f32x16 v) {
+  const float32x4_t four = vaddq_f32(vaddq_f32(v.v[0], v.v[2]), vaddq_f32(v.v[1], v.v[3]));
+  const float32x2_t two = vadd_f32(vget_low_f32(four), vget_high_f32(four));
+  return vget_lane_f32(two, 0) + vget_lane_f32(two, 1);
+}
+inline float reduce_max(f32x16 v) {
+  return vmaxvq_f32(vmaxq_f32(vmaxq_f32(v.v[0], v.v[2]), vmaxq_f32(v.v[1], v.v[3])));
 }
 #else
 template <typename Op>
