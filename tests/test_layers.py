@@ -55,6 +55,7 @@ EXTRAS: Mapping[str, frozenset[str]] = {
     "kvilt.store.redis": frozenset({"redis"}),
     "kvilt.store.zstd": frozenset({"zstandard"}),
     "kvilt.sampling.library": frozenset({"llguidance"}),
+    "kvilt.server.documents.pdf_program": frozenset({"pypdf"}),
     "kvilt.weights.hf": frozenset({"huggingface_hub", "tqdm"}),
     "kvilt.weights.on_disk": frozenset({"huggingface_hub"}),
     "kvilt.ops.native": frozenset({"_kvilt_native"}),  # our own extension
