@@ -126,6 +126,9 @@ def _mean_share(outcomes: Sequence[BlendOutcome]) -> float:
     return fmean(one.recomputed / max(1, one.reused) for one in outcomes)
 
 
+WORTHWHILE = 1.1  # times sooner, below which the difference is noise
+
+
 def verdict(found: Sequence[MethodSummary], max_kl: float = GateConfig().max_kl) -> str:
     """Which method is safe for these documents, in a sentence: the fastest whose KL a quality gate would accept."""
     blended = [one for one in found if one.method not in (FULL.name, PREFIX.name, REUSE.name)]
@@ -135,6 +138,8 @@ def verdict(found: Sequence[MethodSummary], max_kl: float = GateConfig().max_kl)
     best = max(safe, key=lambda one: one.faster) if safe else min(blended, key=lambda one: one.kl)
     asked = f"{best.questions} question{'' if best.questions == 1 else 's'}"
     measured = f"mean KL {best.kl:.3f} over {asked}, the likeliest token agrees in {best.agreement:.0%}"
+    if safe and best.faster < WORTHWHILE:
+        return f"{best.method} is safe for these documents and not faster: they are too short to gain; {measured}"
     if safe:
         return f"{best.method} is safe for these documents: {best.faster:.1f}x sooner to the first token; {measured}"
     return f"nothing here is safe (KL above {max_kl:g}); the nearest is {best.method}: {measured}; try larger --ratios"

@@ -173,6 +173,12 @@ def test_the_verdict_is_the_fastest_method_that_is_safe() -> None:
     assert "--strategies" in verdict(found[:2])
 
 
+def test_the_verdict_claims_no_gain_where_there_is_none() -> None:
+    measured = [("full", 1.0, 0.0), ("query 15%", 3.0, 0.03)]
+    found = summaries([ReportLine("0", outcome(*one, recomputed=15)) for one in measured])
+    assert "safe for these documents and not faster" in verdict(found)
+
+
 def test_a_report_goes_on_where_it_ended(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = str(tmp_path / "out.jsonl")
     first = lines(llm, [CASE], [FULL, REUSE], SETTING, out)
