@@ -55,7 +55,7 @@ def test_documents_are_blended_and_an_answer_is_checked(server: Running, visitin
     page.get_by_label("KV inspector", exact=True).first.click()
     prompt = page.locator("#inspector .blend-map")
     expect(prompt.locator("section")).to_have_count(2)  # the last prompt has its documents
-    expect(page.locator("#inspector")).to_contain_text(re.compile(r"\b[1-9]\d* reused"))
+    expect(page.locator("#inspector")).to_contain_text(re.compile(r"Last prompt[1-9]\d* reused[1-9]\d* computed"))
     page.get_by_label("Close the inspector").click()
     with page.expect_request("**/v1/chat/completions") as asked:
         page.get_by_label("Check this answer").click()

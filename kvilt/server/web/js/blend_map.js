@@ -17,6 +17,6 @@ function shown({ tokens: all, pieces }, title) {
     const says = recomputed ? 'computed again' : 'reused';
     return el(recomputed ? 'mark' : 'span', { class: `cell ${recomputed ? 'computed' : 'reused'}`, title: `${tokens(n)} ${says}` }, text);
   });
-  return el('section', { 'aria-label': title }, el('h4', { dir: 'auto' }, title, el('small', {}, ` ${count(again)} of ${tokens(all)} computed again`)),
+  return el('section', { 'aria-label': title }, el('p', { class: 'title', dir: 'auto' }, title, el('small', {}, ` ${count(again)} of ${tokens(all)} computed again`)),
     el('div', { class: 'cells', tabindex: 0, dir: 'auto', 'aria-label': `Text of ${title}` }, cells));
 }
