@@ -243,6 +243,7 @@ def test_run_imports_only_what_it_uses(tmp_path: Path) -> None:
             "attach",
             "attached_run",
             "keys",
+            "settings",
             "main",
             "options",
             "errors",

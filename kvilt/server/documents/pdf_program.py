@@ -35,7 +35,7 @@ def _text(data: bytes) -> dict[str, object]:
 
     from pypdf import PdfReader
 
-    logging.disable()  # it warns of every oddity of a file
+    logging.getLogger("pypdf").setLevel(logging.CRITICAL)  # it warns of every oddity of a file
     reader = PdfReader(io.BytesIO(data))
     if reader.is_encrypted and not reader.decrypt(""):
         return {"error": "is encrypted"}

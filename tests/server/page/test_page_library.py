@@ -195,7 +195,7 @@ def test_markdown_is_complete_and_safe(server: Running, visiting: Visiting) -> N
             const { update } = await import(`${location.origin}/js/markdown.js`);
             const holder = document.createElement('div');
             holder.className = 'md';
-            document.querySelector('#thread').append(holder);
+            document.body.append(holder);
             update(holder, text);
         }""",
         RICH,
