@@ -16,7 +16,7 @@ from .options import RequestOptions
 from .prepared_prompt import PreparedPrompt
 from .replace import moved_fields
 
-REPAIR = 0.1  # of text that stands behind what a client has cut out
+REPAIR = 0.075  # of text that stands behind what a client has cut out
 
 
 @dataclass(slots=True)
