@@ -115,10 +115,10 @@ def _belongs(item: pytest.Item, slow: bool) -> bool:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):  # type: ignore[no-untyped-def]
-    """In CI a skip is a missing tool, hence a failure; only development weights and privileges may be absent there."""
+    """In CI a skip is a missing tool, hence a failure; weights, privileges and instruction sets may be absent there."""
     outcome = yield
     report = outcome.get_result()
-    excused = {"models", "privileged"} & set(item.keywords)
+    excused = {"models", "privileged", "processor"} & set(item.keywords)
     if report.skipped and os.environ.get("CI") and not excused and not hasattr(report, "wasxfail"):
         report.outcome = "failed"
         report.longrepr = f"skipped in CI: {report.longrepr}"

@@ -16,6 +16,7 @@ from kvilt.ops.contract import Routing
 from kvilt.ops.native.backend import NativeOps
 from kvilt.ops.routing import route
 
+pytestmark = pytest.mark.processor
 PAIRS = [("amx-emulated", "avx512"), ("amx", "avx512"), ("avxvnni", "avx2")]
 ROWS = (1, 8, 9, 15, 16, 17, 40, 272)
 
