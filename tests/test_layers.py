@@ -47,6 +47,8 @@ EXTRAS: Mapping[str, frozenset[str]] = {
     "kvilt.bench.serve_plot": frozenset({"matplotlib"}),
     "kvilt.bench.blend_plot": frozenset({"matplotlib"}),
     "kvilt.server": frozenset({"starlette", "fastapi", "pydantic", "uvicorn", "httptools", "orjson"}),
+    "kvilt.server.http.forward": frozenset({"aiohttp"}),
+    "kvilt.server.model_router": frozenset({"aiohttp"}),
     "kvilt.mcp": frozenset({"mcp", "pydantic", "uvicorn"}),
     "kvilt.cli.mcp": frozenset({"mcp"}),  # for its type alone
     "kvilt.server.tracing": frozenset({"opentelemetry"}),

@@ -50,6 +50,16 @@ Model = Annotated[
     typer.Option("--model", "-m", help="A model's name, a path, or hf:org/name[:file].", autocompletion=model_names),
 ]
 
+Models = Annotated[
+    list[str],
+    typer.Option(
+        "--model",
+        "-m",
+        help="A model's name, a path, or hf:org/name[:file]. Several are loaded on demand.",
+        autocompletion=model_names,
+    ),
+]
+
 
 @dataclass(frozen=True, slots=True)
 class Option:

@@ -64,7 +64,7 @@ def serve(
         check_port("metrics_port", settings.metrics_host, settings.metrics_port)
     if not settings.is_local and not settings.api_keys:
         print("warning: every client that reaches this address can use the model; set --api-key", file=sys.stderr)
-    if options["api_key"] or options["admin_key"]:
+    if on_ready is None and (options["api_key"] or options["admin_key"]):
         print(f"warning: {VISIBLE_KEYS}", file=sys.stderr)
     adapters = [named_path(each) for each in options["lora"]]
     with open_store(store) as kept:
@@ -88,12 +88,13 @@ def serve(
             with (
                 ExitStack() as listed,
                 publishing(llm, options) as events,
-                asyncio.Runner(loop_factory=_loop_factory()) as runner,
+                asyncio.Runner(loop_factory=loop_factory()) as runner,
             ):
 
                 def ready(listener: HTTPServer) -> None:
                     if on_ready is None:
-                        listed.enter_context(register(_record(listener, served, {**store, **config})))
+                        record = server_record(settings, listener.port, (served,), {**store, **config})
+                        listed.enter_context(register(record))
                     (on_ready or _ready)(listener, events)
 
                 runner.run(listen(llm, settings, ready))
@@ -138,7 +139,9 @@ def publishing(llm: AsyncLLM, options: dict[str, Any]) -> AbstractContextManager
     )
 
 
-def _record(listener: HTTPServer, model: ServedModel, options: dict[str, Any]) -> RunningServer:
+def server_record(
+    settings: ServeConfig, port: int, models: tuple[ServedModel, ...], options: dict[str, Any]
+) -> RunningServer:
     """The server as other commands of this user find it."""
     groups = (STORE, DRAFTS, RUNTIME)
     usual = {name: option.default for group in groups for name, option in group.options.items()}
@@ -146,9 +149,9 @@ def _record(listener: HTTPServer, model: ServedModel, options: dict[str, Any]) -
     given.pop("store_redis", None)  # its URL may hold a password
     return RunningServer(
         pid=os.getpid(),
-        url=local_url(listener.service.config.host, listener.port),
-        models=(model,),
-        needs_key=bool(listener.service.config.api_keys),
+        url=local_url(settings.host, port),
+        models=models,
+        needs_key=bool(settings.api_keys),
         version=__version__,
         options=given,
         start_ticks=process_ticks(os.getpid()),
@@ -250,7 +253,7 @@ def owner_weights(path: str | None) -> dict[str, float]:
     return {tenant_of_key(key): weight for key, weight in weighted_keys(path).items() if weight != 1.0}
 
 
-def _loop_factory() -> Any:
+def loop_factory() -> Any:
     """uvloop where it is installed."""
     try:
         import uvloop

@@ -12,7 +12,11 @@ from .errors import exit_on_error
 
 @opt.with_options(options=opt.SERVER, engine=opt.ENGINE, store=opt.STORE, drafts=opt.DRAFTS, config=opt.RUNTIME)
 def serve(
-    model: opt.Model = opt.DEFAULT_MODEL,
+    model: opt.Models = [opt.DEFAULT_MODEL],  # noqa: B006 (typer takes no tuple)
+    models_memory: Annotated[
+        str | None,
+        typer.Option(help="Memory for weights and KV of several models, like 16G; default: what is free at the start."),
+    ] = None,
     *,
     options: dict[str, Any],
     engine: dict[str, Any],
@@ -20,11 +24,16 @@ def serve(
     drafts: dict[str, Any],
     config: dict[str, Any],
 ) -> None:
-    """Serve a model over HTTP with an OpenAI-compatible API."""
+    """Serve one or several models over HTTP with an OpenAI-compatible API."""
     with exit_on_error():
+        if len(model) > 1:
+            from .serve_models import serve_models
+
+            serve_models(model, models_memory, options, engine, store, {**config, **drafts})
+            return
         from .serve import serve as listen
 
-        listen(model, options, engine, store, {**config, **drafts})
+        listen(model[0], options, engine, store, {**config, **drafts})
 
 
 @opt.with_options(store=opt.STORE, drafts=opt.DRAFTS, config=opt.RUNTIME)

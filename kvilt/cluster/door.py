@@ -27,29 +27,34 @@ from ..server.app import StaticFiles, error_shape
 from ..server.auth import Caller, check_metrics
 from ..server.config import ServeConfig
 from ..server.files.routes import UPLOAD_PATH
-from ..server.http.errors import SHAPE, HTTPError, http_error_of
+from ..server.http.errors import HTTPError, http_error_of
+from ..server.http.forward import (
+    Body,
+    ServerGone,
+    WatchedClient,
+    WholeAnswer,
+    body_pieces,
+    break_off,
+    fetch,
+    forward,
+    plain_session,
+    read_body,
+    request_headers,
+    target_url,
+    until_disconnect,
+    until_gone,
+)
 from ..server.http.middleware import RequestMiddleware
-from ..server.metrics import CONTENT_TYPE, SERVER_METRICS, prometheus_text
+from ..server.metrics import CONTENT_TYPE, SERVER_METRICS, labelled, prometheus_text
 from ..server.sessions.fields import IMPORT_PATH
 from ..text.tokenizer import Tokenizer
 from .cluster_key import ClusterKey
 from .exchange_client import ExchangeClient
 from .fair_queue import FairQueue
-from .forward import (
-    Body,
-    ReplicaAnswer,
-    ReplicaGone,
-    WatchedClient,
-    fetch,
-    forward,
-    request_headers,
-    until_disconnect,
-    until_gone,
-)
 from .replica_set import ReplicaInfo, ReplicaSet
 from .request_hints import GENERATING, RequestHints, RequestTarget, name_parts, new_names, page_span, request_hints
 from .router import Router, Ticket
-from .status import cluster_status, labelled
+from .status import cluster_status
 
 _ATTEMPTS = 3
 _PREFILL_S = 60.0  # that a prefill elsewhere may take at least
@@ -102,9 +107,7 @@ class Door:
         self._app = RequestMiddleware(self._route, self.service, page.__contains__, error_shape, {UPLOAD_PATH})
 
     async def __aenter__(self) -> Door:
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=2.0)
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=10.0)
-        self._http = aiohttp.ClientSession(timeout=timeout, connector=connector, auto_decompress=False)
+        self._http = plain_session()
         self._exchange = ExchangeClient(self._http, self._key)
         return self
 
@@ -152,20 +155,22 @@ class Door:
                 check_metrics(scope["kvilt.caller"], self.service.config)
                 return _json(cluster_status(self.router, self.replicas, self.retries))
             case _ if path in _EVERYWHERE and method == "POST":
-                return await self._everywhere(scope, await _read(receive))
+                return await self._everywhere(scope, await read_body(receive))
             case _ if method == "DELETE" and _HANDLE_PATH.fullmatch(path):
                 return await self._deleted(scope)
             case _ if path in _MERGED and method == "GET":
                 return await self._merged(scope)
         return None
 
-    async def _all(self, scope: Scope, body: bytes | None = None) -> dict[str, ReplicaAnswer]:
+    async def _all(self, scope: Scope, body: bytes | None = None) -> dict[str, WholeAnswer]:
         """The answers of all replicas; those that are gone have none."""
         replicas = self.replicas.all()
-        sent = [fetch(self._session, _url(one, scope), scope["method"], _headers(scope), body) for one in replicas]
-        answers: dict[str, ReplicaAnswer] = {}
+        sent = [
+            fetch(self._session, target_url(one.url, scope), scope["method"], _headers(scope), body) for one in replicas
+        ]
+        answers: dict[str, WholeAnswer] = {}
         for one, answer in zip(replicas, await asyncio.gather(*sent, return_exceptions=True), strict=True):
-            if isinstance(answer, ReplicaAnswer):
+            if isinstance(answer, WholeAnswer):
                 answers[one.name] = answer
             else:
                 self.replicas.lost(one.name, "it does not answer")
@@ -176,31 +181,33 @@ class Door:
     async def _everywhere(self, scope: Scope, body: bytes) -> Response:
         """Every replica does it; the first refusal is the answer."""
         answers = list((await self._all(scope, body)).values())
-        return _response(next((one for one in answers if one.status >= 400), answers[0]))
+        return next((one for one in answers if one.status >= 400), answers[0]).response()
 
     async def _deleted(self, scope: Scope) -> Response:
         """A handle goes from every replica that has it: one may have taken it over from another."""
-        return _response(min((await self._all(scope)).values(), key=lambda one: one.status))
+        return min((await self._all(scope)).values(), key=lambda one: one.status).response()
 
     async def _merged(self, scope: Scope) -> Response:
         """One list of the lists of all replicas."""
         answers = list((await self._all(scope)).values())
         if refused := [one for one in answers if one.status >= 400]:
-            return _response(refused[0])
+            return refused[0].response()
         lists = [orjson.loads(one.body) for one in answers]
         items = {item["id"]: item for one in reversed(lists) for item in one["data"]}
         return _json({**lists[0], "data": list(items.values())})
 
     async def _metrics(self, scope: Scope) -> str:
-        own = labelled(prometheus_text(self.service.metrics, self.service.config.names[0]), "door")
+        own = labelled(prometheus_text(self.service.metrics, self.service.config.names[0]), "replica", "door")
         answers = (await self._all(scope)).items() if len(self.replicas) else ()
-        return "".join([own, *(labelled(one.body.decode(), name) for name, one in answers if one.status == 200)])
+        return "".join(
+            [own, *(labelled(one.body.decode(), "replica", name) for name, one in answers if one.status == 200)]
+        )
 
     # One replica.
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
         streamed = scope["path"] in _STREAMED and scope["method"] == "POST"
-        body: Body = _pieces(receive) if streamed else await _read(receive)
+        body: Body = body_pieces(receive) if streamed else await read_body(receive)
         if not isinstance(body, bytes) or scope["path"] not in GENERATING:
             await self._answer(scope, receive, send, body)
             return
@@ -240,11 +247,11 @@ class Door:
             try:
                 await self._send_to(ticket, scope, body, hints, receive, send)
                 return
-            except ReplicaGone as gone:
+            except ServerGone as gone:
                 failed.append(ticket.replica)
                 self.replicas.lost(ticket.replica, "a request found it gone")
                 if gone.began:
-                    await _break_off(scope, gone, send)
+                    await break_off(scope, gone, _gone(), send)
                     return
                 if not left:
                     raise _nowhere() from None
@@ -255,7 +262,7 @@ class Door:
     ) -> None:
         replica = self.replicas.get(ticket.replica)
         if replica is None:
-            raise ReplicaGone(began=False)
+            raise ServerGone(began=False)
 
         def seen(piece: bytes, has_tokens: bool) -> None:
             if has_tokens:  # an answer in one piece says nothing of its first token
@@ -265,7 +272,7 @@ class Door:
 
         async def sent() -> None:
             await self._move_kv(ticket, replica, hints)
-            to = (_url(replica, scope), scope["method"], _headers(scope))
+            to = (target_url(replica.url, scope), scope["method"], _headers(scope))
             await forward(self._session, *to, body, send, seen, gone)
 
         gone = self.replicas.gone(ticket.replica)
@@ -327,38 +334,6 @@ class Door:
         return self._http
 
 
-async def _read(receive: Receive) -> bytes:
-    """A whole body; the middleware bounds it."""
-    return b"".join([piece async for piece in _pieces(receive)])
-
-
-async def _pieces(receive: Receive) -> AsyncIterator[bytes]:
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise HTTPError(400, "the client left before its body was whole", code="disconnected")
-        if message.get("body"):
-            yield message["body"]
-        if not message.get("more_body", False):
-            return
-
-
-async def _break_off(scope: Scope, gone: ReplicaGone, send: Send) -> None:
-    """End an answer of which the client has a part: a stream of events gets an error as its last one."""
-    if gone.content_type != "text/event-stream":
-        raise RuntimeError("a replica died in the middle of an answer")  # the connection closes without an end
-    error = HTTPError(502, "the replica that computed this answer is gone; send the request again", code="replica_gone")
-    data = orjson.dumps(scope[SHAPE](error))
-    event = b"event: error\n" if scope["path"].startswith(("/v1/messages", "/v1/responses")) else b""
-    await send({"type": "http.response.body", "body": event + b"data: " + data + b"\n\n", "more_body": False})
-
-
-def _url(replica: ReplicaInfo, scope: Scope) -> str:
-    path = (scope.get("raw_path") or scope["path"].encode()).decode("latin-1")
-    query = scope.get("query_string", b"").decode("latin-1")
-    return f"{replica.url}{path.partition('?')[0]}{'?' if query else ''}{query}"
-
-
 def _headers(scope: Scope) -> list[tuple[str, str]]:
     request_id = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"x-request-id"), "")
     return request_headers(scope, request_id)
@@ -368,12 +343,9 @@ def _json(value: Any, status: int = 200) -> Response:
     return Response(orjson.dumps(value), status, media_type="application/json")
 
 
-def _response(answer: ReplicaAnswer) -> Response:
-    made = Response(answer.body, answer.status)
-    made.raw_headers = [(name, value) for name, value in answer.headers if name != b"content-length"]
-    made.raw_headers.append((b"content-length", str(len(answer.body)).encode()))
-    return made
-
-
 def _nowhere() -> HTTPError:
     return HTTPError(503, "no replica is there; try again", code="no_replica", headers={"retry-after": "1"})
+
+
+def _gone() -> HTTPError:
+    return HTTPError(502, "the replica that computed this answer is gone; send the request again", code="replica_gone")

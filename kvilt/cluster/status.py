@@ -1,15 +1,12 @@
-"""What a cluster looks like from its door: replicas with their KV and loads, and their metrics under one roof."""
+"""What a cluster looks like from its door: replicas with their KV and loads, and how busy they are."""
 
 from __future__ import annotations
 
 import os
-import re
 from typing import Any
 
 from .replica_set import ReplicaSet
 from .router import Router
-
-_SERIES = re.compile(r"(?P<name>[a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(?P<labels>.*)\})? (?P<value>\S+)")
 
 
 def cluster_status(router: Router, replicas: ReplicaSet, retries: int) -> dict[str, Any]:
@@ -42,14 +39,3 @@ def cluster_status(router: Router, replicas: ReplicaSet, retries: int) -> dict[s
         "transfers": {"count": transfers.count, "failed": transfers.failed, "bytes": transfers.moved_bytes},
         "door_pid": os.getpid(),
     }
-
-
-def labelled(text: str, replica: str) -> str:
-    """Metrics in the Prometheus format, each with the label `replica`; without their comments, which would repeat."""
-    lines = []
-    for line in text.splitlines():
-        found = None if line.startswith("#") else _SERIES.fullmatch(line)
-        if found is not None:
-            labels = ",".join(filter(None, (found["labels"], f'replica="{replica}"')))
-            lines.append(f"{found['name']}{{{labels}}} {found['value']}\n")
-    return "".join(lines)

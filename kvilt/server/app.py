@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from .auth import check_host
 from .batches import routes as batches
 from .batches.queue import BatchQueue
 from .chats import routes as chats
+from .config import ServeConfig
 from .documents import routes as documents
 from .files import routes as files
 from .http.errors import ErrorShape, HTTPError, http_error_of
@@ -114,12 +115,12 @@ def _document(app: FastAPI) -> dict[str, Any]:
     return app.openapi_schema
 
 
-def make_metrics_app(service: Service) -> ASGIApp:
+def make_metrics_app(config: ServeConfig, exposition: Callable[[], Awaitable[str]]) -> ASGIApp:
     """/metrics as an ASGI application."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            answer = _answer(service, scope)
+            answer = await _answer(config, exposition, scope)
         except Exception as error:
             answer = http_error_of(error).response()
         answer.headers["connection"] = "close"  # request bodies are not read
@@ -128,13 +129,13 @@ def make_metrics_app(service: Service) -> ASGIApp:
     return app
 
 
-def _answer(service: Service, scope: Scope) -> Response:
-    check_host(Headers(scope=scope), service.config)  # DNS rebinding is possible on this port, too
+async def _answer(config: ServeConfig, exposition: Callable[[], Awaitable[str]], scope: Scope) -> Response:
+    check_host(Headers(scope=scope), config)  # DNS rebinding is possible on this port, too
     if scope["path"] != "/metrics":
         raise HTTPError(404, "this port serves only /metrics", code="not_found")
     if scope["method"] not in ("GET", "HEAD"):
         raise HTTPError(405, "this route does not take this method")
-    return Response(service.exposition(), 200, {"cache-control": "no-store"}, CONTENT_TYPE)
+    return Response(await exposition(), 200, {"cache-control": "no-store"}, CONTENT_TYPE)
 
 
 WEB = Path(__file__).parent / "web"

@@ -7,9 +7,10 @@ import dataclasses
 import logging
 import signal
 import socket
-from collections.abc import Callable, Generator
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import uvicorn
 
@@ -41,13 +42,13 @@ UVICORN_OPTIONS: dict[str, Any] = {
 class MetricsServer(uvicorn.Server):
     """Serves /metrics on a second port for as long as the main server runs."""
 
-    def __init__(self, service: Service, port: int) -> None:
-        config = dataclasses.replace(service.config, max_connections=_METRICS_CONNECTIONS)
+    def __init__(self, config: ServeConfig, exposition: Callable[[], Awaitable[str]]) -> None:
+        limits = dataclasses.replace(config, max_connections=_METRICS_CONNECTIONS)
         made = uvicorn.Config(
-            make_metrics_app(service),
+            make_metrics_app(config, exposition),
             host=config.metrics_host,
-            port=port,
-            http=protocol_class(config),
+            port=config.metrics_port or 0,
+            http=protocol_class(limits),
             timeout_graceful_shutdown=1,
             **UVICORN_OPTIONS,
         )
@@ -64,46 +65,27 @@ class MetricsServer(uvicorn.Server):
         return _port(self)
 
 
-class HTTPServer(uvicorn.Server):
-    """The main server. When it is told to stop, it waits for the requests in progress."""
+class DrainedService(Protocol):
+    """A service that refuses new requests while it drains."""
 
-    def __init__(self, service: Service) -> None:
-        config = service.config
-        self.batches = BatchQueue(service)
-        super().__init__(
-            uvicorn.Config(
-                make_app(service, self.batches),
-                host=config.host,
-                port=config.port,
-                http=protocol_class(config),
-                timeout_keep_alive=int(config.idle_timeout_s) or 1,
-                timeout_graceful_shutdown=5,
-                **UVICORN_OPTIONS,
-            )
-        )
-        self.service = service
-        port = config.metrics_port
-        self.metrics = None if port is None else MetricsServer(service, port)
-        self._ending: asyncio.Task[None] | None = None
+    draining: bool
 
-    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen until the server stops, also on the metrics port if there is one."""
-        watching = asyncio.ensure_future(self.service.loop_monitor.run())
-        beside = None if self.metrics is None else asyncio.ensure_future(self.metrics.serve())
-        self.batches.start()
-        try:
-            await super().serve(sockets)
-        finally:
-            watching.cancel()
-            await self.batches.stop()
-            self.batches.files.close()
-            if self.metrics is not None and beside is not None:
-                self.metrics.should_exit = True
-                await beside
+
+class SignalledServer(uvicorn.Server, ABC):
+    """A server that drains on the first signal, and stops at once on the second."""
+
+    service: DrainedService
+    _ending: asyncio.Task[None] | None = None
+
+    @abstractmethod
+    async def drain(self) -> None:
+        """Wait for the requests in progress; new ones are refused."""
+
+    def abandon(self) -> None:
+        """Do not wait any longer."""
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """Drain on the first signal, stop at once on the second."""
         loop = asyncio.get_running_loop()
         try:
             for number in _SIGNALS:
@@ -125,21 +107,66 @@ class HTTPServer(uvicorn.Server):
         else:
             self._ending.cancel()
             self.force_exit = self.should_exit = True
+            self.abandon()
 
     async def _drain(self) -> None:
-        """Wait for the requests in progress, at most `grace_s`; new requests are refused meanwhile."""
-        _log.warning("shutting down: requests in progress have %g s", self.service.config.grace_s)
-        await self.batches.stop()
-        if not await self.service.idle(self.service.config.grace_s):
-            _log.error("requests that are still in progress are ended")
-            await self.service.llm.aclose()  # open requests get an error
-            await self.service.idle(_ERROR_GRACE_S)
+        await self.drain()
         self.should_exit = True
 
     @property
     def port(self) -> int:
         """The port, once the server listens."""
         return _port(self)
+
+
+class HTTPServer(SignalledServer):
+    """The main server. When it is told to stop, it waits for the requests in progress."""
+
+    service: Service
+
+    def __init__(self, service: Service) -> None:
+        config = service.config
+        self.batches = BatchQueue(service)
+        super().__init__(
+            uvicorn.Config(
+                make_app(service, self.batches),
+                host=config.host,
+                port=config.port,
+                http=protocol_class(config),
+                timeout_keep_alive=int(config.idle_timeout_s) or 1,
+                timeout_graceful_shutdown=5,
+                **UVICORN_OPTIONS,
+            )
+        )
+        self.service = service
+        self.metrics = None if config.metrics_port is None else MetricsServer(config, self._exposition)
+
+    async def _exposition(self) -> str:
+        return self.service.exposition()
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen until the server stops, also on the metrics port if there is one."""
+        watching = asyncio.ensure_future(self.service.loop_monitor.run())
+        beside = None if self.metrics is None else asyncio.ensure_future(self.metrics.serve())
+        self.batches.start()
+        try:
+            await super().serve(sockets)
+        finally:
+            watching.cancel()
+            await self.batches.stop()
+            self.batches.files.close()
+            if self.metrics is not None and beside is not None:
+                self.metrics.should_exit = True
+                await beside
+
+    async def drain(self) -> None:
+        """Wait for the requests in progress, at most `grace_s`."""
+        _log.warning("shutting down: requests in progress have %g s", self.service.config.grace_s)
+        await self.batches.stop()
+        if not await self.service.idle(self.service.config.grace_s):
+            _log.error("requests that are still in progress are ended")
+            await self.service.llm.aclose()  # open requests get an error
+            await self.service.idle(_ERROR_GRACE_S)
 
 
 def _port(server: uvicorn.Server) -> int:
@@ -149,23 +176,36 @@ def _port(server: uvicorn.Server) -> int:
 
 async def serve(llm: AsyncLLM, config: ServeConfig, on_ready: Callable[[HTTPServer], None] = lambda _: None) -> None:
     """Serve a model until a signal stops the server; then close the model."""
-    _raise_file_limit(config)
+    raise_file_limit(config)
     async with llm:
         listener = HTTPServer(Service(llm, config))
-        told = asyncio.ensure_future(_tell(listener, on_ready))
+        told = asyncio.ensure_future(tell_ready(listener, on_ready))
         try:
             await listener.serve()
         finally:
             told.cancel()
 
 
-async def _tell(listener: HTTPServer, on_ready: Callable[[HTTPServer], None]) -> None:
+class ServerWithMetrics(Protocol):
+    """A server that may have a second port for /metrics."""
+
+    started: bool
+
+    @property
+    def metrics(self) -> MetricsServer | None: ...
+
+
+Listener = TypeVar("Listener", bound=ServerWithMetrics)
+
+
+async def tell_ready(listener: Listener, on_ready: Callable[[Listener], None]) -> None:
+    """Call `on_ready` as soon as the server listens."""
     while not listener.started or (listener.metrics is not None and not listener.metrics.started):
         await asyncio.sleep(0.01)
     on_ready(listener)
 
 
-def _raise_file_limit(config: ServeConfig) -> None:
+def raise_file_limit(config: ServeConfig) -> None:
     """Raise the limit of open files to fit the connections; log a warning if the system allows fewer."""
     try:
         import resource

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -145,3 +146,17 @@ def _number(value: float) -> str:
     if math.isinf(value):
         return "+Inf" if value > 0 else "-Inf"
     return repr(float(value)) if value != int(value) else str(int(value))
+
+
+_SERIES = re.compile(r"(?P<name>[a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(?P<labels>.*)\})? (?P<value>\S+)")
+
+
+def labelled(text: str, label: str, value: str) -> str:
+    """Metrics of one of several processes, each with a label; without their comments, which would repeat."""
+    own = _labels({label: value})[1:-1]
+    lines = []
+    for line in text.splitlines():
+        found = None if line.startswith("#") else _SERIES.fullmatch(line)
+        if found is not None:
+            lines.append(f"{found['name']}{{{','.join(filter(None, (found['labels'], own)))}}} {found['value']}\n")
+    return "".join(lines)

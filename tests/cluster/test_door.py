@@ -18,8 +18,8 @@ from running import KEY, QUESTION
 
 from kvilt.cluster.replica_set import ReplicaInfo
 from kvilt.cluster.request_hints import named
-from kvilt.cluster.status import labelled
 from kvilt.server.auth import tenant_of_key
+from kvilt.server.metrics import labelled
 from kvilt.text.tokenizer import Tokenizer
 
 
@@ -207,7 +207,7 @@ def test_requests_of_a_replica_that_is_gone_go_to_another_one(cluster: Cluster) 
 
 def test_metrics_get_the_name_of_their_replica() -> None:
     text = '# HELP a b\na 1\nb_bucket{le="+Inf"} 2\n'
-    assert labelled(text, "r") == 'a{replica="r"} 1\nb_bucket{le="+Inf",replica="r"} 2\n'
+    assert labelled(text, "replica", "r") == 'a{replica="r"} 1\nb_bucket{le="+Inf",replica="r"} 2\n'
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from ..logs import FIELDS, usage_fields
 from ..tracing import USAGE
 
 _access = logging.getLogger("kvilt.access")
+LOGGED_ELSEWHERE = "kvilt.logged_elsewhere"  # in the scope of a request that another process answers, and logs
 
 
 def log_access(
@@ -23,6 +24,8 @@ def log_access(
     first_s: float | None,
 ) -> None:
     """Write one request that has ended: who asked for what, the status, durations, and the tokens of its answer."""
+    if scope.get(LOGGED_ELSEWHERE):
+        return
     path = scope.get("raw_path", b"")[:256].decode("ascii", "backslashreplace")
     counts = usage_fields(scope.get(USAGE))
     fields = {

@@ -17,6 +17,7 @@ export class Api {
   /** `keys` has `current()` and `ask(why)`, which resolves to a key, or to null if the user gave none. */
   constructor(keys) {
     this.keys = keys;
+    this.model = null; // where a server has several: the one that requests without a model are for
   }
 
   /** A JSON answer. */
@@ -60,8 +61,9 @@ export class Api {
     if (key) headers.authorization = `Bearer ${key}`;
     const isFile = body instanceof Blob;
     if (body !== undefined) headers['content-type'] = isFile ? 'application/octet-stream' : 'application/json';
+    const asked = this.model === null ? path : `${path}${path.includes('?') ? '&' : '?'}model=${encodeURIComponent(this.model)}`;
     try {
-      return await fetch(path, { method, headers, signal, body: isFile ? body : body && JSON.stringify(body), cache: 'no-store' });
+      return await fetch(asked, { method, headers, signal, body: isFile ? body : body && JSON.stringify(body), cache: 'no-store' });
     } catch (error) {
       if (signal?.aborted) throw error;
       throw new ApiError(0, { message: 'The server cannot be reached.', code: 'unreachable' });

@@ -175,6 +175,7 @@ class App {
   /** Answers from here on are the chosen model's, or adapter's; what was computed by another one is not reused. */
   chooseModel() {
     local.set('model', this.model.id);
+    this.api.model = 'loaded' in this.model ? this.model.parent ?? this.model.id : null;
     document.title = `${this.model.id} · kvilt`;
     this.settings.setDefaults(this.model.sampling_defaults);
     this.documents.model = this.model.id;

@@ -1,7 +1,7 @@
-"""Forwards one request to one replica over HTTP, and its answer back piece by piece.
+"""Forwards one request to another server process over HTTP, and its answer back piece by piece.
 
 An answer begins for the client when its first token is here; what a stream says before it is held back. Up to then a
-replica that dies costs nothing: the request can go to another one.
+process that dies costs nothing: the request can go to another one.
 """
 
 from __future__ import annotations
@@ -13,10 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
+import orjson
+from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from .errors import SHAPE, HTTPError
+
 _HOP = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"te", b"trailer", b"upgrade", b"expect"})
-# The door's own middleware sets these on every answer.
+# The middleware of the process that forwards sets these on every answer.
 _OWN = frozenset(
     {
         b"x-request-id",
@@ -37,25 +41,32 @@ _COMMENT = b":"  # of a stream of events: it keeps the connection
 Body = bytes | AsyncIterator[bytes] | None
 
 
-class ReplicaGone(Exception):
-    """The replica died, or never answered. `began`: a part of the answer is with the client already."""
+class ServerGone(Exception):
+    """The other process died, or never answered. `began`: a part of the answer is with the client already."""
 
     def __init__(self, began: bool, content_type: str = "") -> None:
-        super().__init__("the replica is gone")
+        super().__init__("the server process is gone")
         self.began, self.content_type = began, content_type
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaAnswer:
+class WholeAnswer:
     """A whole answer."""
 
     status: int
     headers: list[tuple[bytes, bytes]]
     body: bytes
 
+    def response(self) -> Response:
+        """The same answer for a client."""
+        made = Response(self.body, self.status)
+        made.raw_headers = [(name, value) for name, value in self.headers if name != b"content-length"]
+        made.raw_headers.append((b"content-length", str(len(self.body)).encode()))
+        return made
+
 
 def request_headers(scope: Scope, request_id: str) -> list[tuple[str, str]]:
-    """The client's headers for a replica, which then sees the same Host, keys and origin."""
+    """The client's headers for another process, which then sees the same Host, keys and origin."""
     kept = [
         (name.decode("latin-1"), value.decode("latin-1"))
         for name, value in scope["headers"]
@@ -66,13 +77,13 @@ def request_headers(scope: Scope, request_id: str) -> list[tuple[str, str]]:
 
 async def fetch(
     http: aiohttp.ClientSession, url: str, method: str, headers: Sequence[tuple[str, str]], body: bytes | None
-) -> ReplicaAnswer:
-    """A whole answer of one replica."""
+) -> WholeAnswer:
+    """A whole answer of another process."""
     try:
         async with http.request(method, url, headers=headers, data=body, allow_redirects=False) as reply:
-            return ReplicaAnswer(reply.status, _reply_headers(reply), await reply.read())
+            return WholeAnswer(reply.status, _reply_headers(reply), await reply.read())
     except (aiohttp.ClientError, ConnectionError, TimeoutError):
-        raise ReplicaGone(began=False) from None
+        raise ServerGone(began=False) from None
 
 
 async def forward(
@@ -87,7 +98,7 @@ async def forward(
 ) -> None:
     """Send a request on, and its answer back; `on_piece` sees each piece of it, and whether it has streamed tokens.
 
-    A task that is cancelled after `gone` was set ends with ReplicaGone.
+    A task that is cancelled after `gone` was set ends with ServerGone.
     """
     began, kind, held = False, "", b""
     try:
@@ -108,10 +119,10 @@ async def forward(
                 await send(start)
             await send({"type": "http.response.body", "body": held, "more_body": False})
     except (aiohttp.ClientError, ConnectionError, TimeoutError):
-        raise ReplicaGone(began, kind) from None
+        raise ServerGone(began, kind) from None
     except asyncio.CancelledError:
         if gone.is_set():
-            raise ReplicaGone(began, kind) from None
+            raise ServerGone(began, kind) from None
         raise
 
 
@@ -153,13 +164,13 @@ class WatchedClient:
 
 
 async def until_gone(work: asyncio.Task[None], gone: asyncio.Event) -> None:
-    """Cancel a forwarded request when its replica is gone."""
+    """Cancel a forwarded request when the process that answers it is gone."""
     await gone.wait()
     work.cancel()
 
 
 async def until_disconnect(work: asyncio.Task[None], receive: Receive) -> None:
-    """Wait for a forwarded request; its client's disconnect ends it, and with it the replica's work."""
+    """Wait for a forwarded request; its client's disconnect ends it, and with it the other process's work."""
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -179,3 +190,43 @@ async def until_disconnect(work: asyncio.Task[None], receive: Receive) -> None:
 
 def _reply_headers(reply: aiohttp.ClientResponse) -> list[tuple[bytes, bytes]]:
     return [(name.lower(), value) for name, value in reply.raw_headers if name.lower() not in _HOP | _OWN]
+
+
+async def read_body(receive: Receive) -> bytes:
+    """A whole body; the middleware bounds it."""
+    return b"".join([piece async for piece in body_pieces(receive)])
+
+
+async def body_pieces(receive: Receive) -> AsyncIterator[bytes]:
+    """A body as it comes."""
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise HTTPError(400, "the client left before its body was whole", code="disconnected")
+        if message.get("body"):
+            yield message["body"]
+        if not message.get("more_body", False):
+            return
+
+
+def target_url(base: str, scope: Scope) -> str:
+    """The address of a request's path and query at another server."""
+    path = (scope.get("raw_path") or scope["path"].encode()).decode("latin-1")
+    query = scope.get("query_string", b"").decode("latin-1")
+    return f"{base}{path.partition('?')[0]}{'?' if query else ''}{query}"
+
+
+async def break_off(scope: Scope, gone: ServerGone, error: HTTPError, send: Send) -> None:
+    """End an answer of which the client has a part: a stream of events gets an error as its last one."""
+    if gone.content_type != "text/event-stream":
+        raise RuntimeError("a server process died in the middle of an answer")  # the connection closes without an end
+    data = orjson.dumps(scope[SHAPE](error))
+    event = b"event: error\n" if scope["path"].startswith(("/v1/messages", "/v1/responses")) else b""
+    await send({"type": "http.response.body", "body": event + b"data: " + data + b"\n\n", "more_body": False})
+
+
+def plain_session() -> aiohttp.ClientSession:
+    """A client for other processes: without limits of its own, and bodies pass through as they are."""
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=2.0)
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=10.0)
+    return aiohttp.ClientSession(timeout=timeout, connector=connector, auto_decompress=False)

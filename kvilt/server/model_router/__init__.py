@@ -1,0 +1,1 @@
+"""Several models behind one address. Each is a server process, started by the first request that names it."""
