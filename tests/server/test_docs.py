@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 
 from running import Running
 
-from kvilt.cli.options import DRAFTS, ENGINE, SERVER, STORE
+from kvilt.cli.options import DRAFTS, ENGINE, RUNTIME, SERVER, STORE
+from kvilt.cli.serve_app import serve
 from kvilt.server.openai.schema import ChatRequest, CompletionRequest
 
 HERE = Path(__file__).parents[2]
@@ -26,11 +28,13 @@ def test_every_test_that_is_named_exists() -> None:
 
 
 def test_every_option_that_is_named_exists() -> None:
-    known = {f"--{name.replace('_', '-')}" for group in (SERVER, ENGINE, STORE, DRAFTS) for name in group.options}
+    groups = (SERVER, ENGINE, STORE, DRAFTS, RUNTIME)
+    known = {f"--{name.replace('_', '-')}" for group in groups for name in group.options}
+    known |= {f"--{name.replace('_', '-')}" for name in inspect.signature(serve).parameters}
     flags = [name for name, option in SERVER.options.items() if option.type is bool]
     known |= {f"--no-{name.replace('_', '-')}" for name in flags}
     text = re.sub(r"`python [^`]*`", "", DOCS["security"] + DOCS["serving"])  # programs have options of their own
-    named = set(re.findall(r"(--[a-z][a-z-]+)", text)) - {"--model", "--help"}
+    named = set(re.findall(r"(--[a-z][a-z-]+)", text)) - {"--help"}
     assert named <= known, named - known
 
 
