@@ -14,6 +14,7 @@ from typing import Any, Self
 import torch
 
 from ..errors import WeightError
+from ..quant.block_scales import has_finite_scales
 from ..quant.tensor import QuantTensor, Weight
 from .gguf_header import raw_metadata
 from .gguf_split import GGUFPart, TensorLocation, join, open_parts
@@ -94,7 +95,10 @@ class GGUFFile:
         data = torch.from_numpy(place.file.view(info.start, info.start + info.nbytes))
         if dtype := _PLAIN.get(info.format.name):
             return data.view(dtype).view(info.shape)
-        return QuantTensor.of_blocks(info.format, info.shape, data.view(-1, info.format.row_bytes(info.shape[-1])))
+        weight = QuantTensor.of_blocks(info.format, info.shape, data.view(-1, info.format.row_bytes(info.shape[-1])))
+        if not has_finite_scales(weight):
+            raise WeightError(name, f"some of its {info.format.name} scales are NaN or infinite; fetch the file again")
+        return weight
 
     def forget(self, name: str) -> None:
         """Give the memory of a mapped tensor back."""

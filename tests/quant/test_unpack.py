@@ -9,22 +9,13 @@ import pytest
 import torch
 
 from kvilt.errors import Unsupported
+from kvilt.quant.block_scales import HALF_SCALES
 from kvilt.quant.formats import FLOAT8, FORMATS, FORMATS_BY_ID
 from kvilt.quant.tensor import QuantTensor
 from kvilt.quant.unpack import UNPACKED_FORMATS, dequantize, to_float
 
 # Where each block keeps its float16 scales; random bytes there would be NaN or infinite now and then.
-SCALES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "IQ4_NL": (0,)} | {
-    "Q2_K": (80, 82),
-    "Q3_K": (108,),
-    "Q4_K": (0, 2),
-    "Q5_K": (0, 2),
-    "Q6_K": (208,),
-    "IQ4_XS": (0,),
-    "IQ3_S": (0,),
-    "IQ2_XS": (0,),
-    "F16": (0,),
-}
+SCALES = {**HALF_SCALES, "F16": (0,)}
 AWKWARD = np.array([0.0, -0.0, 6e-8, -6e-8, 6.1e-5, 65504.0, -65504.0, 1.0, -0.333], dtype=np.float16)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import struct
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -10,10 +11,13 @@ from typing import Any
 
 import gguf
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
 from kvilt.errors import WeightError
+from kvilt.quant.block_scales import HALF_SCALES
+from kvilt.quant.formats import FORMATS
 from kvilt.quant.tensor import QuantTensor
 from kvilt.quant.unpack import to_float
 from kvilt.weights.gguf import GGUFFile
@@ -119,6 +123,34 @@ def test_tensors_outlive_the_closed_file_and_new_ones_are_refused(written: Path)
     assert torch.equal(tensor, before)
     with pytest.raises(WeightError, match="closed"):
         file.tensor("plain")
+
+
+@pytest.mark.parametrize("name", [*HALF_SCALES, "MXFP4"])
+def test_scales_that_are_no_numbers_are_refused_by_name(tmp_path: Path, name: str) -> None:
+    halves = [struct.pack("<H", bits) for bits in (0x7C00, 0xFC00, 0x7E01)]  # infinite, -infinite, NaN
+    cases = [(at, half) for at in HALF_SCALES.get(name, ()) for half in halves] or [(0, b"\xff")]
+    size = FORMATS[name].block_bytes
+    sound = np.full((3, 4 * size), 0x33, dtype=np.uint8)
+    with GGUFFile.open(_one_tensor(tmp_path / "sound.gguf", sound, name)) as file:
+        assert isinstance(file.tensor("blk.0.w"), QuantTensor)
+    for at, scale in cases:
+        blocks = sound.copy()
+        blocks[2, 3 * size + at :][: len(scale)] = np.frombuffer(scale, np.uint8)
+        with (
+            GGUFFile.open(_one_tensor(tmp_path / "bad.gguf", blocks, name)) as file,
+            pytest.raises(WeightError, match=rf"blk\.0\.w.*{name} scales"),
+        ):
+            file.tensor("blk.0.w")
+
+
+def _one_tensor(path: Path, blocks: npt.NDArray[np.uint8], name: str) -> Path:
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tensor("blk.0.w", blocks, raw_dtype=gguf.GGMLQuantizationType[name])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
 
 
 def test_an_unknown_tensor_is_refused_by_name(written: Path) -> None:
