@@ -65,13 +65,15 @@ def picture(browser: Any, url: str, name: str, scheme: str) -> None:
     page.set_default_timeout(120_000)
     page.add_init_script(f"localStorage.setItem('kvilt.settings', {SETTINGS!r})")
     page.goto(url)
+    if name != "-phone":
+        page.get_by_label("KV inspector", exact=True).first.click()
     for question in QUESTIONS:
         say(page, question)
     page.get_by_label("Regenerate as a new branch").last.click()
     page.wait_for_selector("#send[aria-label=Send]")
     if name != "-phone":
-        page.get_by_label("KV inspector", exact=True).first.click()
         expect(page.locator(".handle").first).to_be_visible(timeout=120_000)
+        page.wait_for_timeout(3000)  # for the timeline: it has a bar for each second
     page.screenshot(path=IMAGES / f"page{name}{'' if scheme == 'light' else '-dark'}.png")
     page.get_by_label("New chat").click()
     context.close()
