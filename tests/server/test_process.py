@@ -137,6 +137,24 @@ def test_a_second_signal_ends_at_once(model: Path) -> None:
         thread.join(300)
 
 
+def test_kvilt_stop_waits_for_requests_and_a_second_one_does_not(model: Path) -> None:
+    with process("--model", str(model), "--grace-s", "600") as server:
+        thread = threading.Thread(target=abandoned, args=(server,))
+        thread.start()
+        with server.http() as http:
+            until(lambda: running(http) >= 1)
+        first = CliRunner().invoke(app, ["stop", str(server.own.pid), "--timeout-s", "0"])
+        assert first.exit_code == 1 and f"kvilt stop {server.own.pid}" in first.output
+        until(lambda: "shutting down" in "".join(server.said))
+        assert server.own.poll() is None
+        ended = threading.Thread(target=server.own.wait)  # else it stays as a zombie that the command waits for
+        ended.start()
+        second = CliRunner().invoke(app, ["stop", str(server.own.pid)])
+        assert second.exit_code == 0 and f"(process {server.own.pid})" in second.output
+        ended.join(300)
+        thread.join(300)
+
+
 def abandoned(server: Process) -> None:
     try:
         with server.http() as http:
