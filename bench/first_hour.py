@@ -49,10 +49,10 @@ def steps(python: str, folder: Path) -> Iterator[Step]:
 
 
 def installed(folder: Path) -> str:
-    """The python of a fresh environment with kvilt in it."""
+    """The python of a fresh environment with kvilt in it, as docs/first_steps.md installs it."""
     subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
     python = str(folder / "venv" / "bin" / "python")
-    install = [python, "-m", "pip", "install", "--quiet", "-c", "constraints.txt", "."]
+    install = [python, "-m", "pip", "install", "--quiet", "-c", "constraints.txt", ".[server,grammar]"]
     subprocess.run(install, cwd=ROOT, check=True)
     return python
 
