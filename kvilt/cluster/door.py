@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import re
-import secrets
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
-from typing import Any
+from contextlib import asynccontextmanager
 
 import aiohttp
 import orjson
@@ -22,7 +20,6 @@ from starlette.types import Receive, Scope, Send
 
 from ..errors import InputError, QueueFull
 from ..kv.owner import owner_of
-from ..metrics import Metrics
 from ..server.app import StaticFiles, error_shape
 from ..server.auth import Caller, check_metrics
 from ..server.config import ServeConfig
@@ -30,9 +27,11 @@ from ..server.files.routes import UPLOAD_PATH
 from ..server.http.errors import HTTPError, http_error_of
 from ..server.http.forward import (
     Body,
+    ForwardingService,
     ServerGone,
     WatchedClient,
     WholeAnswer,
+    add_request_id,
     body_pieces,
     break_off,
     fetch,
@@ -45,7 +44,8 @@ from ..server.http.forward import (
     until_gone,
 )
 from ..server.http.middleware import RequestMiddleware
-from ..server.metrics import CONTENT_TYPE, SERVER_METRICS, labelled, prometheus_text
+from ..server.http.responses import json_response
+from ..server.metrics import CONTENT_TYPE, labelled, prometheus_text
 from ..server.sessions.fields import IMPORT_PATH
 from ..text.tokenizer import Tokenizer
 from .cluster_key import ClusterKey
@@ -65,25 +65,6 @@ _HANDLE_PATH = re.compile(r"/v1/kv/[0-9a-f]{32}")
 STATUS_PATH = "/v1/cluster"
 
 
-class DoorService:
-    """What the server's middleware asks of a service."""
-
-    def __init__(self, config: ServeConfig) -> None:
-        self.config = config
-        self.metrics = Metrics(SERVER_METRICS)
-        self.draining = False
-        self.running = 0
-
-    @contextmanager
-    def in_progress(self) -> Iterator[None]:
-        """Count a request as in progress."""
-        self.running += 1
-        try:
-            yield
-        finally:
-            self.running -= 1
-
-
 class Door:
     """Requests in, replicas behind. Belongs to the event loop that opens it."""
 
@@ -96,7 +77,7 @@ class Door:
         weights: Mapping[str, float] | None = None,
     ) -> None:
         """`weights` of API keys by tenant; one that is not named weighs 1."""
-        self.service = DoorService(config)
+        self.service = ForwardingService(config)
         self.router, self.replicas = router, ReplicaSet(router, lambda url: self._exchange.beats(url))
         self.queue = FairQueue(weights)
         self.retries = 0
@@ -123,8 +104,7 @@ class Door:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The ASGI application."""
-        if scope["type"] == "http" and not any(name == b"x-request-id" for name, _ in scope["headers"]):
-            scope["headers"] = [*scope["headers"], (b"x-request-id", secrets.token_hex(16).encode())]
+        add_request_id(scope)
         await self._app(scope, receive, send)
 
     # Paths.
@@ -144,16 +124,16 @@ class Door:
         path, method = scope["path"], scope["method"]
         match path:
             case "/health":
-                return _json({"status": "ok"})
+                return json_response({"status": "ok"})
             case "/ready":
                 there = bool(len(self.replicas))
-                return _json({"status": "ok" if there else "no replica"}, 200 if there else 503)
+                return json_response({"status": "ok" if there else "no replica"}, 200 if there else 503)
             case "/metrics":
                 check_metrics(scope["kvilt.caller"], self.service.config)
                 return Response(await self._metrics(scope), 200, media_type=CONTENT_TYPE)
             case _ if path == STATUS_PATH and method == "GET":
                 check_metrics(scope["kvilt.caller"], self.service.config)
-                return _json(cluster_status(self.router, self.replicas, self.retries))
+                return json_response(cluster_status(self.router, self.replicas, self.retries))
             case _ if path in _EVERYWHERE and method == "POST":
                 return await self._everywhere(scope, await read_body(receive))
             case _ if method == "DELETE" and _HANDLE_PATH.fullmatch(path):
@@ -166,7 +146,8 @@ class Door:
         """The answers of all replicas; those that are gone have none."""
         replicas = self.replicas.all()
         sent = [
-            fetch(self._session, target_url(one.url, scope), scope["method"], _headers(scope), body) for one in replicas
+            fetch(self._session, target_url(one.url, scope), scope["method"], request_headers(scope), body)
+            for one in replicas
         ]
         answers: dict[str, WholeAnswer] = {}
         for one, answer in zip(replicas, await asyncio.gather(*sent, return_exceptions=True), strict=True):
@@ -194,7 +175,7 @@ class Door:
             return refused[0].response()
         lists = [orjson.loads(one.body) for one in answers]
         items = {item["id"]: item for one in reversed(lists) for item in one["data"]}
-        return _json({**lists[0], "data": list(items.values())})
+        return json_response({**lists[0], "data": list(items.values())})
 
     async def _metrics(self, scope: Scope) -> str:
         own = labelled(prometheus_text(self.service.metrics, self.service.config.names[0]), "replica", "door")
@@ -272,7 +253,7 @@ class Door:
 
         async def sent() -> None:
             await self._move_kv(ticket, replica, hints)
-            to = (target_url(replica.url, scope), scope["method"], _headers(scope))
+            to = (target_url(replica.url, scope), scope["method"], request_headers(scope))
             await forward(self._session, *to, body, send, seen, gone)
 
         gone = self.replicas.gone(ticket.replica)
@@ -332,15 +313,6 @@ class Door:
     def _session(self) -> aiohttp.ClientSession:
         assert self._http is not None
         return self._http
-
-
-def _headers(scope: Scope) -> list[tuple[str, str]]:
-    request_id = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"x-request-id"), "")
-    return request_headers(scope, request_id)
-
-
-def _json(value: Any, status: int = 200) -> Response:
-    return Response(orjson.dumps(value), status, media_type="application/json")
 
 
 def _nowhere() -> HTTPError:

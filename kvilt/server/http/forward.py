@@ -7,8 +7,9 @@ process that dies costs nothing: the request can go to another one.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import suppress
+import secrets
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,9 @@ import orjson
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from ...metrics import Metrics
+from ..config import ServeConfig
+from ..metrics import SERVER_METRICS
 from .errors import SHAPE, HTTPError
 
 _HOP = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"te", b"trailer", b"upgrade", b"expect"})
@@ -65,14 +69,38 @@ class WholeAnswer:
         return made
 
 
-def request_headers(scope: Scope, request_id: str) -> list[tuple[str, str]]:
-    """The client's headers for another process, which then sees the same Host, keys and origin."""
-    kept = [
+class ForwardingService:
+    """What the server's middleware asks of a service, in a process that forwards requests."""
+
+    def __init__(self, config: ServeConfig) -> None:
+        self.config = config
+        self.metrics = Metrics(SERVER_METRICS)
+        self.draining = False
+        self.running = 0
+
+    @contextmanager
+    def in_progress(self) -> Iterator[None]:
+        """Count a request as in progress."""
+        self.running += 1
+        try:
+            yield
+        finally:
+            self.running -= 1
+
+
+def add_request_id(scope: Scope) -> None:
+    """Give a request without an id one, under which both processes log it."""
+    if scope["type"] == "http" and not any(name == b"x-request-id" for name, _ in scope["headers"]):
+        scope["headers"] = [*scope["headers"], (b"x-request-id", secrets.token_hex(16).encode())]
+
+
+def request_headers(scope: Scope) -> list[tuple[str, str]]:
+    """The client's headers for another process, which then sees the same Host, keys, origin and id."""
+    return [
         (name.decode("latin-1"), value.decode("latin-1"))
         for name, value in scope["headers"]
-        if name not in _HOP and name not in (b"content-length", b"x-request-id")
+        if name not in _HOP and name != b"content-length"
     ]
-    return [*kept, ("x-request-id", request_id)]
 
 
 async def fetch(

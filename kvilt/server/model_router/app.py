@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-import secrets
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from urllib.parse import parse_qsl, urlencode
@@ -24,7 +21,6 @@ from starlette.types import Receive, Scope, Send
 
 from ... import __version__
 from ...errors import QueueFull
-from ...metrics import Metrics
 from ..app import StaticFiles, error_shape
 from ..auth import check_metrics
 from ..config import ServeConfig
@@ -33,9 +29,11 @@ from ..http.access_log import LOGGED_ELSEWHERE
 from ..http.errors import HTTPError, draining_error, http_error_of
 from ..http.forward import (
     Body,
+    ForwardingService,
     ServerGone,
     WatchedClient,
     WholeAnswer,
+    add_request_id,
     body_pieces,
     break_off,
     fetch,
@@ -48,7 +46,8 @@ from ..http.forward import (
     until_gone,
 )
 from ..http.middleware import RequestMiddleware
-from ..metrics import CONTENT_TYPE, SERVER_METRICS, labelled, prometheus_text
+from ..http.responses import json_response
+from ..metrics import CONTENT_TYPE, labelled, prometheus_text
 from ..sessions.fields import IMPORT_PATH
 from .loaded_models import LoadedModels, ModelBusy
 from .model_lists import list_entry, merged_list
@@ -64,32 +63,13 @@ _LISTS = frozenset({"/v1/models", "/api/tags", "/api/ps"})
 _RETRY = {"retry-after": "5"}
 
 
-class RouterService:
-    """What the server's middleware asks of a service."""
-
-    def __init__(self, config: ServeConfig) -> None:
-        self.config = config
-        self.metrics = Metrics(SERVER_METRICS)
-        self.draining = False
-        self.running = 0
-
-    @contextmanager
-    def in_progress(self) -> Iterator[None]:
-        """Count a request as in progress."""
-        self.running += 1
-        try:
-            yield
-        finally:
-            self.running -= 1
-
-
 class ModelRouter:
     """Requests in, the processes of models behind. Belongs to the event loop that opens it."""
 
     def __init__(self, config: ServeConfig, models: LoadedModels, admin_key: str) -> None:
         """`admin_key` opens the processes' metrics."""
         self._admin_key = admin_key
-        self.service = RouterService(config)
+        self.service = ForwardingService(config)
         self.models = models
         self._by_name = {name: model for model in models.models for name in model.names}
         self._created_s = int(time.time())
@@ -108,8 +88,7 @@ class ModelRouter:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The ASGI application."""
-        if scope["type"] == "http" and not any(name == b"x-request-id" for name, _ in scope["headers"]):
-            scope["headers"] = [*scope["headers"], (b"x-request-id", secrets.token_hex(16).encode())]
+        add_request_id(scope)
         await self._app(scope, receive, send)
 
     async def exposition(self) -> str:
@@ -146,24 +125,24 @@ class ModelRouter:
             return self._page.response(path)
         match path:
             case "/health":
-                return _json({"status": "ok"})
+                return json_response({"status": "ok"})
             case "/ready":
                 ready = not self.service.draining
-                return _json({"status": "ok" if ready else "draining"}, 200 if ready else 503)
+                return json_response({"status": "ok" if ready else "draining"}, 200 if ready else 503)
             case "/version":
-                return _json({"version": __version__})
+                return json_response({"version": __version__})
             case "/metrics":
                 check_metrics(scope["kvilt.caller"], self.service.config)
                 return Response(await self.exposition(), 200, media_type=CONTENT_TYPE)
             case _ if path in _LISTS:
-                return _json(await self._list(scope, path))
+                return json_response(await self._list(scope, path))
             case _ if path.startswith("/v1/models/"):
-                return _json(await self._card(scope, path.removeprefix("/v1/models/")))
+                return json_response(await self._card(scope, path.removeprefix("/v1/models/")))
         return None
 
     async def _list(self, scope: Scope, path: str) -> dict[str, Any]:
         """All models: those that are loaded as their processes list them, the others by name."""
-        answers = await self._all(path, _headers(scope))
+        answers = await self._all(path, request_headers(scope))
         lists = {name: orjson.loads(one.body) for name, one in answers.items() if one.status == 200}
         return merged_list(path, self.models.models, lists, self._created_s, "anthropic-version" in _names(scope))
 
@@ -220,7 +199,7 @@ class ModelRouter:
         try:
             if self.service.draining and not looks:
                 raise draining_error()
-            to = (target_url(process.ready.url, scope), scope["method"], _headers(scope))
+            to = (target_url(process.ready.url, scope), scope["method"], request_headers(scope))
             work = asyncio.ensure_future(forward(self._session, *to, body, send, _nothing, process.gone))
             watching = asyncio.ensure_future(until_gone(work, process.gone))
             try:
@@ -312,9 +291,8 @@ def _take_model(scope: Scope) -> str | None:
     return names[-1]
 
 
-def _headers(scope: Scope, but: str = "") -> list[tuple[str, str]]:
-    request_id = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"x-request-id"), "")
-    return [pair for pair in request_headers(scope, request_id) if pair[0] != but]
+def _headers(scope: Scope, but: str) -> list[tuple[str, str]]:
+    return [pair for pair in request_headers(scope) if pair[0] != but]
 
 
 def _names(scope: Scope) -> set[str]:
@@ -323,10 +301,6 @@ def _names(scope: Scope) -> set[str]:
 
 def _nothing(_piece: bytes, _has_tokens: bool) -> None:
     """Pieces of answers are not looked at."""
-
-
-def _json(value: Any, status: int = 200) -> Response:
-    return Response(orjson.dumps(value), status, media_type="application/json")
 
 
 def _gone(model: RoutedModel) -> HTTPError:

@@ -9,9 +9,10 @@ from collections.abc import Callable
 
 import uvicorn
 
+from ..http.forward import ForwardingService
 from ..http.protocol import protocol_class
 from ..listener import UVICORN_OPTIONS, MetricsServer, SignalledServer, raise_file_limit, tell_ready
-from .app import ModelRouter, RouterService
+from .app import ModelRouter
 
 _log = logging.getLogger(__name__)
 _POLL_S = 0.05
@@ -20,7 +21,7 @@ _POLL_S = 0.05
 class RouterServer(SignalledServer):
     """Listens for a router. When it is told to stop, requests in progress end first."""
 
-    service: RouterService
+    service: ForwardingService
 
     def __init__(self, router: ModelRouter) -> None:
         config = router.service.config
