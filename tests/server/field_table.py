@@ -48,9 +48,9 @@ DOORS: dict[str, type[BaseModel]] = {
 }
 HEAD = """# Every field of every API
 
-Made from the schemas by `python -m tests.server.field_table`. A field that stands in no table is refused by name.
-The last line of a table has the refused fields that the official client knows.
-`a[].b` is the field `b` of the objects in the list `a`; `a[user].b` is that of the objects whose kind is `user`.
+`python -m tests.server.field_table` writes this page from the schemas. A field that is in no table is refused by name.
+The last row of a table has the fields that the official client knows and kvilt refuses.
+`a[].b` is the field `b` of the objects in the list `a`. `a[user].b` is the field `b` of the objects whose type or role is `user`.
 """
 REFUSED, IGNORED, SUPPORTED = "refused by name", "accepted without effect", "supported"
 
@@ -62,7 +62,7 @@ def page(unknown: Mapping[str, Sequence[str]]) -> str:
         rows = [f"| `{path}` | {status(field)} | {told(field)} |" for path, field in fields(model)]
         names = ", ".join(f"`{name}`" for name in sorted(unknown.get(door, ())))
         more = [f"| {names} | {REFUSED} | |"] if names else []
-        parts.append("\n".join([f"## `{door}`\n", "| field | | |", "|---|---|---|", *rows, *more]) + "\n")
+        parts.append("\n".join([f"## `{door}`\n", "| field | status | note |", "|---|---|---|", *rows, *more]) + "\n")
     return "\n".join(parts)
 
 
