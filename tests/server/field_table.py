@@ -50,7 +50,8 @@ HEAD = """# Every field of every API
 
 `python -m tests.server.field_table` writes this page from the schemas. A field that is in no table is refused by name.
 The last row of a table has the fields that the official client knows and kvilt refuses.
-`a[].b` is the field `b` of the objects in the list `a`. `a[user].b` is the field `b` of the objects whose type or role is `user`.
+`a[].b` is the field `b` of the objects in the list `a`.
+`a[user].b` is the field `b` of the objects whose type or role is `user`.
 """
 REFUSED, IGNORED, SUPPORTED = "refused by name", "accepted without effect", "supported"
 
