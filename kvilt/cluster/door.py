@@ -81,6 +81,7 @@ class Door:
         self.router, self.replicas = router, ReplicaSet(router, lambda url: self._exchange.beats(url))
         self.queue = FairQueue(weights)
         self.retries = 0
+        self._moving = 0  # requests whose KV is on its way, or computed elsewhere
         self._tokenizer, self._key = tokenizer, key
         self._threads = ThreadPoolExecutor(2, "kvilt-door")
         self._http: aiohttp.ClientSession | None = None
@@ -97,6 +98,11 @@ class Door:
         if self._http is not None:
             await self._http.close()
         self._threads.shutdown(wait=False)
+
+    def unsent(self) -> float:
+        """Requests that wait here or for their KV: the part of each replica that answers requests."""
+        answering = sum(not one.prefill_only for one in self.replicas.all())
+        return (self.queue.waiting + self._moving) / max(1, answering)
 
     def change_model(self, tokenizer: Tokenizer | None) -> None:
         """Replicas of another model take the place of those that are there."""
@@ -273,6 +279,14 @@ class Door:
         source = None if ticket.source is None else self.replicas.get(ticket.source)
         if source is None:
             return
+        self._moving += 1
+        try:
+            await self._take(ticket, replica, source, hints)
+        finally:
+            self._moving -= 1
+
+    async def _take(self, ticket: Ticket, replica: ReplicaInfo, source: ReplicaInfo, hints: RequestHints) -> None:
+        """Let a replica take KV from another one, which may have to compute it."""
         if ticket.prefill is not None and not await self._prefilled(ticket.prefill, source, hints):
             return
         span = page_span(hints.prompt, ticket.reach, replica.page_tokens)

@@ -144,10 +144,10 @@ class DoorActor:
         return self._server.port
 
     async def announce(self, info: ReplicaInfo) -> float:
-        """A replica is alive; its part of the requests that wait here."""
+        """A replica is alive; its part of the requests that no replica has yet."""
         await self.start()
         self._door.replicas.announce(info)
-        return self._door.queue.waiting / max(1, len(self._door.replicas))
+        return self._door.unsent()
 
     async def cluster_key(self) -> ClusterKey:
         """The key of this cluster, for replicas that join it."""
@@ -231,6 +231,9 @@ def autoscaling(plan: ClusterPlan) -> Any:
         initial_replicas=plan.replicas,
         metrics_interval_s=1.0,
         look_back_period_s=5.0,
+        # The policy waits itself. Ray would wait again: 30 s before it starts a replica, and 600 s before it stops one.
+        upscale_delay_s=0.0,
+        downscale_delay_s=0.0,
         policy=policy(policy_function=wanted_replicas),
     )
 
