@@ -2,50 +2,30 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from absent import skip_without
+from ray_commands import PATIENCE_S, cluster_down, cluster_up
 
 import kvilt
 
 pytestmark = pytest.mark.slow
-ROOT = Path(kvilt.__file__).parents[1]
 TOKENS = 24
-PATIENCE_S = 600.0
 
 
 @pytest.fixture(scope="module")
 def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """The command that a user types on a fresh machine, with any free port."""
-    if importlib.util.find_spec("ray") is None:
-        skip_without("ray")
-    log = tmp_path_factory.mktemp("cluster") / "log"
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
-    command = [sys.executable, "-m", "kvilt", "cluster", "up", "--replicas", "2", "--port", "0", "--threads", "1"]
-    with log.open("wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, env={**os.environ, "PYTHONPATH": path})
-        try:
-            until = time.monotonic() + PATIENCE_S
-            while (found := re.search(r"served at (http://\S+)", log.read_text())) is None:
-                assert process.poll() is None and time.monotonic() < until, log.read_text()
-                time.sleep(0.2)
-            yield process, found[1]
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.wait(PATIENCE_S)
+    with cluster_up(tmp_path_factory.mktemp("cluster") / "log", "--replicas", "2") as (process, urls):
+        yield process, urls[0]
 
 
 def _body(n: int, stream: bool) -> dict[str, Any]:
@@ -104,7 +84,4 @@ def test_two_replicas_answer_as_one_process_does_and_one_may_be_killed(
     while len(httpx.get(f"{url}/v1/cluster").json()["replicas"]) < 2:  # Ray Serve starts another one
         assert time.monotonic() < until
         time.sleep(0.5)
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
-    down = [sys.executable, "-m", "kvilt", "cluster", "down"]
-    assert subprocess.run(down, env={**os.environ, "PYTHONPATH": path}, timeout=PATIENCE_S, check=False).returncode == 0
-    assert process.wait(PATIENCE_S) == 0
+    cluster_down(process)
