@@ -334,7 +334,12 @@ def compare(replicas: int, options: argparse.Namespace) -> dict[str, Any]:
         "least loaded": LeastLoaded([*names]),
         "consistent hash": ConsistentHash([*names]),
         "kvilt": KviltRouter([*names], prefill_tokens_per_s=options.prefill),
-        "kvilt, KV moves": KviltRouter([*names], moves=True, prefill_tokens_per_s=options.prefill),
+        "kvilt, KV moves": KviltRouter(
+            [*names],
+            moves=True,
+            prefill_tokens_per_s=options.prefill,
+            transfer_bytes_per_s=options.assumed_transfer,
+        ),
     }
     blocks = options.cache
     best = giant_cache(turns, blocks * replicas)
@@ -403,6 +408,12 @@ def main() -> None:
     parser.add_argument("--prefill", type=float, default=20_000.0, help="tokens a second")
     parser.add_argument("--decode", type=float, default=0.02, help="seconds a token")
     parser.add_argument("--transfer", type=float, default=1e10, help="bytes of KV a second between two replicas")
+    parser.add_argument(
+        "--assumed-transfer",
+        type=float,
+        default=RouterConfig().transfer_bytes_per_s,
+        help="what the router assumes of --transfer until it has measured it",
+    )
     parser.add_argument("--cache", type=int, default=16_384, help="blocks of one replica")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--scale", action="store_true")
