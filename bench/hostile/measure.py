@@ -100,7 +100,7 @@ async def measured(server: Serving, attack: Attack, seconds: float) -> Result:
         gauge = await _gauge(site)
         after = server.rss_bytes()
         outcome = outcome if server.alive else f"the server died; {outcome}"
-    peak = max([size for at, size in memory if attack_s <= at], default=before)
+    peak = max([before, *(size for at, size in memory if attack_s <= at)])
     calm = [answer.seconds for at, answer in asked if began_s <= at < attack_s and answer.status == 200]
     during = [answer for at, answer in asked if at + answer.seconds > attack_s and at < over_s]
     times = [answer.seconds for answer in during] or [over_s - attack_s]  # none was answered at all

@@ -54,6 +54,13 @@ def test_requests_reach_the_model_that_they_name_and_load_no_other(routed: Route
         assert client.models.retrieve("org/beta").id == "org/beta"
 
 
+def test_the_model_of_a_large_body_is_read_too(routed: Routed) -> None:
+    body = json.dumps({"model": "org/beta", "prompt": "Hi", "max_tokens": 1}) + " " * (1 << 17)
+    with routed.http() as http:
+        answer = http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+    assert answer.raise_for_status().json()["model"] == "org/beta" and routed.started == ["org/beta"]
+
+
 def test_unknown_names_are_refused_and_aliases_and_adapters_are_found(routed: Routed) -> None:
     with routed.http() as http:
         refused = http.post("/v1/completions", json={"model": "gamma", "prompt": "Hi"})

@@ -20,9 +20,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ... import __version__
-from ...errors import QueueFull
+from ...errors import QueueFull, WorkTimeout
+from ...llm.offload import PARSE, Offload
 from ..app import StaticFiles, error_shape
-from ..auth import check_metrics
+from ..auth import Caller, check_metrics
 from ..config import ServeConfig
 from ..files.routes import UPLOAD_PATH
 from ..http.access_log import LOGGED_ELSEWHERE
@@ -74,6 +75,7 @@ class ModelRouter:
         self._by_name = {name: model for model in models.models for name in model.names}
         self._created_s = int(time.time())
         self._page = StaticFiles()
+        self._offload = Offload()
         self._http: aiohttp.ClientSession | None = None
         self._app = RequestMiddleware(self._route, self.service, self._page.__contains__, error_shape, {UPLOAD_PATH})
 
@@ -110,7 +112,7 @@ class ModelRouter:
         except (ModelFailed, ModelBusy) as error:
             code = "model_busy" if isinstance(error, ModelBusy) else "model_failed"
             response = HTTPError(503, str(error), code=code, headers=_RETRY).response(scope)
-        except QueueFull as error:
+        except (QueueFull, WorkTimeout) as error:
             response = http_error_of(error).response(scope)
         except HTTPError as error:
             response = error.response(scope)
@@ -172,7 +174,8 @@ class ModelRouter:
         asked = _take_model(scope)
         if asked is None and isinstance(body, bytes):
             read = partial(model_in, body, scope["path"].startswith("/api/"))
-            asked = read() if len(body) < _SMALL else await asyncio.to_thread(read)
+            caller: Caller = scope.get("kvilt.caller", Caller())
+            asked = read() if len(body) < _SMALL else await self._offload.run(PARSE, read, owner=caller.tenant)
         model = self._default(scope["path"]) if asked is None else await self._find(scope, asked)
         if named := _NAMED_PATH.fullmatch(scope["path"]):
             model = await self._home(scope, named[1], model)
