@@ -36,7 +36,7 @@ class RequestTarget:
 
 
 _NAMED_PATH = re.compile(r"/v1/(?P<kind>kv|sessions|responses)/(?P<name>[^/]{1,256})(?:/[a-z_]+)?")
-_PINNED = ("/v1/files", "/v1/batches")  # one replica keeps those of a key
+_PINNED = ("/v1/files", "/v1/batches", "/v1/chats")  # one replica keeps those of a key
 _NOT_NAMES = frozenset({"restore", "chunks", "saved", "state", "certificates", "import", "input_tokens"})
 _NEW_NAME = re.compile(rb'"id": ?"([0-9a-f]{32}|resp_[0-9a-f]{32})"')
 GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/api/chat", "/api/generate")

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -33,6 +34,21 @@ def ask(client: openai.OpenAI, text: str = "What is the capital of Germany?", **
     messages = [{"role": "user", "content": text}]
     settings = {"max_tokens": 6, "temperature": 0, **more}
     return client.chat.completions.create(model="tiny", messages=messages, **settings)  # type: ignore[call-overload]
+
+
+def test_conversations_of_a_key_are_on_one_replica(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    body = {"title": "Rivers", "conversation": "{}", "revision": 0}
+    with cluster_of_two(tokenizer, tmp_path, chats_dir=tmp_path / "shared") as made, made.http() as http:
+        for name in ("elbe", "oder"):
+            http.put(f"/v1/chats/{name}", json=body).raise_for_status()
+        for _ in range(6):  # wherever other requests go
+            ask(made.openai(), f"Question {_}")
+            assert {one["id"] for one in http.get("/v1/chats").json()["data"]} == {"elbe", "oder"}
+        assert http.put("/v1/chats/elbe", json=body).status_code == 409, "another page has written it"
+        chosen = {made.door.router.home(named(tenant_of_key(KEY), "files", "all")) for _ in range(3)}
+        assert len(chosen) == 1 and None not in chosen
+        with made.http(OTHER) as other:
+            assert other.get("/v1/chats").json()["data"] == []
 
 
 def test_answers_are_those_of_one_server(cluster: Cluster) -> None:
