@@ -62,10 +62,7 @@ def serve(
     check_port("port", settings.host, settings.port)
     if settings.metrics_port is not None:
         check_port("metrics_port", settings.metrics_host, settings.metrics_port)
-    if not settings.is_local and not settings.api_keys:
-        print("warning: every client that reaches this address can use the model; set --api-key", file=sys.stderr)
-    if on_ready is None and (options["api_key"] or options["admin_key"]):
-        print(f"warning: {VISIBLE_KEYS}", file=sys.stderr)
+    warn_of_access(settings, options, on_ready is None)
     adapters = [named_path(each) for each in options["lora"]]
     with open_store(store) as kept:
         with bars() as shown:
@@ -116,6 +113,14 @@ def check_port(option: str, host: str, port: int) -> None:
         else:
             what = f"cannot listen on {host}:{port}: {error.strerror or error}"
         raise ParamError(option, what) from None
+
+
+def warn_of_access(settings: ServeConfig, options: dict[str, Any], by_user: bool) -> None:
+    """Warn of a server that is open to others, and of keys that a user has written where others see them."""
+    if not settings.is_local and not settings.api_keys:
+        print("warning: every client that reaches this address can use the model; set --api-key", file=sys.stderr)
+    if by_user and (options["api_key"] or options["admin_key"]):
+        print(f"warning: {VISIBLE_KEYS}", file=sys.stderr)
 
 
 def publishing(llm: AsyncLLM, options: dict[str, Any]) -> AbstractContextManager[KVEventPublisher | None]:

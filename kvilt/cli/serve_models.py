@@ -21,7 +21,7 @@ from ..weights.file_identity import file_identity
 from ..weights.hub import resolve
 from ..weights.source import open_checkpoint
 from .progress import bars
-from .serve import VISIBLE_KEYS, check_port, default_name, loop_factory, serve_config, server_record
+from .serve import check_port, default_name, loop_factory, serve_config, server_record, warn_of_access
 
 if TYPE_CHECKING:
     from ..server.model_router.listener import RouterServer
@@ -62,10 +62,7 @@ def serve_models(
     check_port("port", settings.host, settings.port)
     if settings.metrics_port is not None:
         check_port("metrics_port", settings.metrics_host, settings.metrics_port)
-    if not settings.is_local and not settings.api_keys:
-        print("warning: every client that reaches this address can use the models; set --api-key", file=sys.stderr)
-    if options["api_key"] or options["admin_key"]:
-        print(f"warning: {VISIBLE_KEYS}", file=sys.stderr)
+    warn_of_access(settings, options, by_user=True)
     admin_key = settings.admin_key or secrets.token_hex(32)
     routed, served = [], []
     with bars() as shown:
@@ -138,7 +135,6 @@ def _own_options(
         "metrics_port": None,
         "allowed_host": [*options["allowed_host"], options["host"]],
         "api_key": api_keys,
-        "api_key_file": options["api_key_file"],
         "admin_key": admin_key,
         "admin_key_file": None,
         "kv_dir": str(Path(saved) / folder) if saved else None,

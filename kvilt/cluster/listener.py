@@ -8,8 +8,7 @@ from contextlib import contextmanager
 
 import uvicorn
 
-from ..server.http.protocol import protocol_class
-from ..server.listener import UVICORN_OPTIONS
+from ..server.listener import listening_port, uvicorn_config
 from .door import Door
 
 _SWEEP_S = 0.25
@@ -20,17 +19,7 @@ class DoorServer(uvicorn.Server):
 
     def __init__(self, door: Door) -> None:
         config = door.service.config
-        super().__init__(
-            uvicorn.Config(
-                door,
-                host=config.host,
-                port=config.port,
-                http=protocol_class(config),
-                timeout_keep_alive=int(config.idle_timeout_s) or 1,
-                timeout_graceful_shutdown=5,
-                **UVICORN_OPTIONS,
-            )
-        )
+        super().__init__(uvicorn_config(door, config))
         self._door = door
 
     @contextmanager
@@ -67,5 +56,4 @@ class DoorServer(uvicorn.Server):
     @property
     def port(self) -> int:
         """The port, once the server listens."""
-        port: int = self.servers[0].sockets[0].getsockname()[1]
-        return port
+        return listening_port(self)

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from ..llm import AsyncLLM
 from .app import make_app, make_metrics_app
@@ -29,7 +30,7 @@ _ERROR_GRACE_S = 2.0
 # of kernel launches, so that the device would wait for the threads that prepare other requests.
 SWITCH_S = 0.0001
 _METRICS_CONNECTIONS = 64
-UVICORN_OPTIONS: dict[str, Any] = {
+_UVICORN_OPTIONS: dict[str, Any] = {
     "ws": "none",
     "lifespan": "off",
     "log_config": None,
@@ -50,7 +51,7 @@ class MetricsServer(uvicorn.Server):
             port=config.metrics_port or 0,
             http=protocol_class(limits),
             timeout_graceful_shutdown=1,
-            **UVICORN_OPTIONS,
+            **_UVICORN_OPTIONS,
         )
         super().__init__(made)
 
@@ -62,7 +63,20 @@ class MetricsServer(uvicorn.Server):
     @property
     def port(self) -> int:
         """The port, once the server listens."""
-        return _port(self)
+        return listening_port(self)
+
+
+def uvicorn_config(app: ASGIApp, config: ServeConfig) -> uvicorn.Config:
+    """How uvicorn runs an application at the server's address, within the server's limits on connections."""
+    return uvicorn.Config(
+        app,
+        host=config.host,
+        port=config.port,
+        http=protocol_class(config),
+        timeout_keep_alive=int(config.idle_timeout_s) or 1,
+        timeout_graceful_shutdown=5,
+        **_UVICORN_OPTIONS,
+    )
 
 
 class DrainedService(Protocol):
@@ -116,7 +130,7 @@ class SignalledServer(uvicorn.Server, ABC):
     @property
     def port(self) -> int:
         """The port, once the server listens."""
-        return _port(self)
+        return listening_port(self)
 
 
 class HTTPServer(SignalledServer):
@@ -127,17 +141,7 @@ class HTTPServer(SignalledServer):
     def __init__(self, service: Service) -> None:
         config = service.config
         self.batches = BatchQueue(service)
-        super().__init__(
-            uvicorn.Config(
-                make_app(service, self.batches),
-                host=config.host,
-                port=config.port,
-                http=protocol_class(config),
-                timeout_keep_alive=int(config.idle_timeout_s) or 1,
-                timeout_graceful_shutdown=5,
-                **UVICORN_OPTIONS,
-            )
-        )
+        super().__init__(uvicorn_config(make_app(service, self.batches), config))
         self.service = service
         self.metrics = None if config.metrics_port is None else MetricsServer(config, self._exposition)
 
@@ -169,7 +173,8 @@ class HTTPServer(SignalledServer):
             await self.service.idle(_ERROR_GRACE_S)
 
 
-def _port(server: uvicorn.Server) -> int:
+def listening_port(server: uvicorn.Server) -> int:
+    """The port of a server that listens."""
     port: int = server.servers[0].sockets[0].getsockname()[1]
     return port
 

@@ -7,11 +7,8 @@ import logging
 import socket
 from collections.abc import Callable
 
-import uvicorn
-
 from ..http.forward import ForwardingService
-from ..http.protocol import protocol_class
-from ..listener import UVICORN_OPTIONS, MetricsServer, SignalledServer, raise_file_limit, tell_ready
+from ..listener import MetricsServer, SignalledServer, raise_file_limit, tell_ready, uvicorn_config
 from .app import ModelRouter
 
 _log = logging.getLogger(__name__)
@@ -25,17 +22,7 @@ class RouterServer(SignalledServer):
 
     def __init__(self, router: ModelRouter) -> None:
         config = router.service.config
-        super().__init__(
-            uvicorn.Config(
-                router,
-                host=config.host,
-                port=config.port,
-                http=protocol_class(config),
-                timeout_keep_alive=int(config.idle_timeout_s) or 1,
-                timeout_graceful_shutdown=5,
-                **UVICORN_OPTIONS,
-            )
-        )
+        super().__init__(uvicorn_config(router, config))
         self.service = router.service
         self.router = router
         self.metrics = None if config.metrics_port is None else MetricsServer(config, router.exposition)

@@ -74,11 +74,6 @@ class ModelProcess:
         self._watching = asyncio.ensure_future(self._watch())
 
     @property
-    def pid(self) -> int:
-        """Its process id."""
-        return self._process.pid
-
-    @property
     def memory_bytes(self) -> int:
         """What it takes of the machine's memory: its weights, and the pool of KV; nothing for what is on a GPU."""
         return self.ready.weight_bytes + self.ready.kv_bytes
