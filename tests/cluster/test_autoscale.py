@@ -39,6 +39,7 @@ def test_more_replicas_come_at_once_and_fewer_after_a_calm_time() -> None:
     assert wanted == 1
 
 
+@pytest.mark.slow  # the long suite has Ray
 def test_ray_does_not_wait_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray wraps a policy with delays of its own, and forgets a decision that was not made again in all that time."""
     if importlib.util.find_spec("ray") is None:

@@ -11,9 +11,12 @@ const record = (id) => `chat.${id}`;
 const path = (id) => `v1/chats/${encodeURIComponent(id)}`;
 
 export class Library {
-  /** `onTrouble` hears of conversations that the server did not take; they stay in the browser. */
-  constructor(api, onTrouble) {
-    Object.assign(this, { api, onTrouble });
+  /**
+   * `onTrouble` hears of conversations that the server did not take; they stay in the browser. `onMerged` hears of
+   * one that got what another page had added.
+   */
+  constructor(api, onTrouble, onMerged) {
+    Object.assign(this, { api, onTrouble, onMerged });
     this.onServer = false;
     this.waiting = null; // a conversation to write
     this.writing = Promise.resolve();
@@ -103,7 +106,9 @@ export class Library {
         if (error.code !== 'chat_changed' || tries > 2) throw error;
         const there = await this.read(tree.id);
         tree.revision = there?.revision ?? 0;
-        if (there) tree.merge(there);
+        if (!there) continue;
+        tree.merge(there);
+        this.onMerged(tree);
       }
     }
   }

@@ -28,7 +28,7 @@ class App {
   constructor() {
     this.keys = new Keys();
     this.api = new Api(this.keys);
-    this.library = new Library(this.api, (error) => this.notify(error));
+    this.library = new Library(this.api, (error) => this.notify(error), (tree) => this.merged(tree));
     this.tabs = new Tabs();
     this.tree = this.firstTree();
     this.models = [];
@@ -65,6 +65,7 @@ class App {
     listen(this);
     addEventListener('pagehide', () => {
       this.save();
+      this.library.keep(this.tree);
       this.library.flush();
     });
     addEventListener('hashchange', () => this.followLink(linked()));
@@ -110,6 +111,10 @@ class App {
     this.tree.merge(found);
     this.tree.revision = found.revision;
     this.render();
+  }
+
+  merged(tree) {
+    if (tree === this.tree && !this.busy) this.render();
   }
 
   /** Give back what closed tabs held. A copied tab has the messages of the first, not its handles. */
@@ -369,11 +374,12 @@ class App {
     this.inspector.refresh();
   }
 
+  /** An answer that still comes is kept when it is complete, or when the page is left. */
   save() {
     session.set('chat', this.tree);
     session.set('handles', this.book.used);
     this.tabs.note(this.book.used);
-    if (!this.library.keep(this.tree)) this.notify(new Told('This browser has no room for more conversations. Delete some, or export them first.'));
+    if (!this.busy && !this.library.keep(this.tree)) this.notify(new Told('This browser has no room for more conversations. Delete some, or export them first.'));
     const link = this.tree.path().length ? `#chat=${this.tree.id}` : location.pathname;
     if (linked() !== this.tree.id) history.replaceState(null, '', link);
     this.chats.show();

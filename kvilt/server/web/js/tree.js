@@ -82,12 +82,20 @@ export class Tree {
     return { ...(documents?.length ? { documents, blend } : {}), ...(session ? { session } : {}) };
   }
 
-  /** Take in what another page has added to the same conversation; what is shown here stays shown. */
+  /**
+   * Take in what another page has added to the same conversation; what is shown here stays shown. An answer that was
+   * not complete when this page got it is replaced by the complete one.
+   */
   merge(other) {
     for (const [id, node] of other.nodes) {
       const own = this.nodes.get(id);
-      if (!own) this.nodes.set(id, node);
-      else own.children.push(...node.children.filter((child) => !own.children.includes(child)));
+      if (!own) {
+        this.nodes.set(id, node);
+        continue;
+      }
+      const { children, shown } = own;
+      children.push(...node.children.filter((child) => !children.includes(child)));
+      if (own.state === 'dropped' && node.state !== 'dropped') Object.assign(own, node, { children, shown });
     }
   }
 
