@@ -113,6 +113,11 @@ def once(candidate: Candidate, threads: int, prompt: int, new: int) -> dict[str,
     return _timed(_command(candidate, "once", threads, prompt, new), candidate.engine)
 
 
+def long(candidate: Candidate, threads: int, prompt: int, new: int) -> dict[str, Any]:
+    """A fresh process with one long prompt: seconds to the first token and to the last, after loading."""
+    return _run(_command(candidate, "long", threads, prompt, new), candidate.engine)
+
+
 def torch_alone(python: str) -> dict[str, Any]:
     """The same for a process that only imports torch."""
     return _timed([python, "-m", "peers.worker", "torch"], "kvilt")

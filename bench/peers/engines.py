@@ -94,31 +94,33 @@ class LlamaCpp:
     """
 
     CONTEXT, ROW_CONTEXT = 1280, 256
+    BATCH = 2048  # tokens of one call at most
 
     def __init__(self, model: str, threads: int) -> None:
         import llama_cpp
 
-        self._lib, self._threads, self._rows = llama_cpp, threads, 0
+        self._lib, self._threads, self._rows, self._tokens = llama_cpp, threads, 0, 0
         self._quiet = llama_cpp.llama_log_callback(lambda *_: None)
         llama_cpp.llama_log_set(self._quiet, None)
         llama_cpp.llama_backend_init()
         self._model = llama_cpp.llama_model_load_from_file(model.encode(), llama_cpp.llama_model_default_params())
         self._vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
-        self._resize(1)
+        self._resize(1, self.CONTEXT)
 
-    def _resize(self, rows: int) -> None:
-        """A context for so many sequences; the batch has room for all their prompts."""
+    def _resize(self, rows: int, tokens: int) -> None:
+        """A context for so many sequences and tokens, with flash attention."""
         lib = self._lib
         if self._rows:
             lib.llama_batch_free(self._batch)
             lib.llama_free(self._context)
         params = lib.llama_context_default_params()
-        params.n_ctx = self.CONTEXT if rows == 1 else rows * self.ROW_CONTEXT
+        params.n_ctx = tokens
+        params.flash_attn_type = lib.LLAMA_FLASH_ATTN_TYPE_ENABLED
         params.n_seq_max = rows
         params.n_threads = params.n_threads_batch = self._threads
         self._context = lib.llama_init_from_model(self._model, params)
-        self._batch = lib.llama_batch_init(2048, 0, 1)
-        self._rows = rows
+        self._batch = lib.llama_batch_init(self.BATCH, 0, 1)
+        self._rows, self._tokens = rows, tokens
 
     def _decode(self, tokens: Prompts, start: int) -> list[int]:
         """One step for every row; the likeliest token after each."""
@@ -138,11 +140,14 @@ class LlamaCpp:
         return [int(token) for token in logits.argmax(1)]
 
     def generate(self, prompts: Prompts, new: int) -> Timing:
-        if len(prompts) != self._rows:
-            self._resize(len(prompts))
+        rows, length = len(prompts), len(prompts[0])
+        tokens = max(length + new, self.CONTEXT) if rows == 1 else rows * self.ROW_CONTEXT
+        if (rows, tokens) != (self._rows, self._tokens):
+            self._resize(rows, tokens)
         self._lib.llama_memory_clear(self._lib.llama_get_memory(self._context), False)
         started_s = now()
-        steps = [self._decode(prompts, 0)]
+        part = self.BATCH // rows
+        steps = [[self._decode([ids[at : at + part] for ids in prompts], at) for at in range(0, length, part)][-1]]
         first_s = now() - started_s
         for step in range(new - 1):
             steps.append(self._decode([[token] for token in steps[-1]], len(prompts[0]) + step))

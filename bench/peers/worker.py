@@ -2,6 +2,7 @@
 
     python -m peers.worker serve ENGINE MODEL THREADS             requests on stdin, answers on stdout, one JSON a line
     python -m peers.worker once ENGINE MODEL THREADS PROMPT NEW   load, generate, report when and how much memory
+    python -m peers.worker long ENGINE MODEL THREADS PROMPT NEW   load, generate, report the seconds of both parts
     python -m peers.worker torch                                  import torch, report the same
     python -m peers.worker limits THREADS BYTES                   what the machine can do, by kvilt's extension
 
@@ -90,6 +91,17 @@ def once(name: str, model: str, threads: int, prompt: int, new: int) -> None:
     os._exit(0)  # some runtimes crash on their way out
 
 
+def long(name: str, model: str, threads: int, prompt: int, new: int) -> None:
+    engine = ENGINES[name](model, threads)
+    warm_up(engine, 1)
+    watch = Watch()
+    timing = engine.generate(prompts(1, prompt), new)
+    noise = watch.noise()
+    answer({"first_s": timing.first_s, "total_s": timing.total_s, "disturbed": noise.disturbed, "noise": asdict(noise)})
+    sys.stdout.flush()
+    os._exit(0)
+
+
 def torch_alone() -> None:
     import torch  # noqa: F401
 
@@ -111,6 +123,8 @@ if __name__ == "__main__":
             serve(name, model, int(threads))
         case ["once", name, model, threads, prompt, new]:
             once(name, model, int(threads), int(prompt), int(new))
+        case ["long", name, model, threads, prompt, new]:
+            long(name, model, int(threads), int(prompt), int(new))
         case ["torch"]:
             torch_alone()
         case ["limits", threads, size]:

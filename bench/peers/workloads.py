@@ -35,8 +35,9 @@ class Workload:
 
 
 def prompts(rows: int, length: int) -> list[list[int]]:
-    """A fixed English text in SmolLM2's ids, from a different place for each row."""
-    return [_IDS[7 * row : 7 * row + length] for row in range(rows)]
+    """A fixed English text in SmolLM2's ids, from a different place for each row; a long prompt repeats it."""
+    ids = _IDS * (1 + (7 * rows + length) // len(_IDS))
+    return [ids[7 * row : 7 * row + length] for row in range(rows)]
 
 
 def parse(name: str) -> Workload:
