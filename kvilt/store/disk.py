@@ -37,7 +37,8 @@ class DiskReader:
     def __init__(self, files: FileSystem, fd: int) -> None:
         self._files = files
         self._fd = fd
-        self.nbytes = os.fstat(fd).st_size
+        about = os.fstat(fd)
+        self.nbytes, self.inode = about.st_size, about.st_ino
 
     def read(self, offset: int, size: int) -> Data:
         with explained():
@@ -263,8 +264,9 @@ class Disk:
         except BlobError as error:
             if error.field == "version":
                 return IndexRow(key, "", "old", reader.nbytes, False, 0.0)
-            with suppress(StoreError):
-                self._files.unlink(self._place(key))
+            with suppress(OSError, StoreError):  # a good record may have taken its place meanwhile
+                if self._place(key).stat().st_ino == reader.inode:
+                    self._files.unlink(self._place(key))
             return None
         except (OSError, StoreError):
             return None

@@ -164,6 +164,25 @@ def test_a_damaged_record_is_a_miss_and_makes_room_for_a_good_one(
         assert kit.served(kit.open(store))
 
 
+def test_a_good_record_that_replaced_a_damaged_one_stays(kit: Any, tmp_path: Path) -> None:
+    """The index looks at a damaged file while a lookup refuses it and a good record is written in its place."""
+    with kit.store(kit.disk(tmp_path)) as store:
+        kit.put(store)
+    (path,) = files(tmp_path)
+    good = path.read_bytes()
+
+    class ReplacedWhileRead(FileSystem):
+        def pread(self, fd: int, size: int, offset: int) -> bytearray:
+            data = super().pread(fd, size, offset)
+            self.write_whole(path, [good], tmp_path / "tmp")
+            return data
+
+    damage(path, lambda data: b"x" + data[1:])
+    (tmp_path / "index.sqlite3").unlink()
+    kit.disk(tmp_path, files=ReplacedWhileRead()).close()
+    assert path.read_bytes() == good
+
+
 def test_another_models_record_under_the_same_key_is_a_miss(kit: Any, tmp_path: Path) -> None:
     from dataclasses import replace
 
