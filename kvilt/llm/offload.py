@@ -125,14 +125,15 @@ class Offload:
             async with clock:
                 result: Result = await job.future
                 return result
-        except BaseException:
+        except BaseException as error:
             if job.future.cancelled():
                 self._leave(lane, job)
             elif job.future.exception() is not None:
                 raise
             elif discard is not None:  # it was done just when its caller stopped waiting
                 discard(job.future.result())
-            if clock.expired() and lane.deadline_s is not None:
+            # A caller whose own time ends just now is cancelled, and must hear of that.
+            if isinstance(error, TimeoutError) and clock.expired() and lane.deadline_s is not None:
                 raise WorkTimeout(lane.name, lane.deadline_s) from None
             raise
 

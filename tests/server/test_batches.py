@@ -16,8 +16,9 @@ from gates import Gate
 from running import Running, until
 
 from kvilt.config import EngineConfig
+from kvilt.errors import QueueFull, WorkTimeout
 from kvilt.executor.protocol import Executor
-from kvilt.server.batches.index import BatchIndex
+from kvilt.server.batches.index import BatchIndex, LineSpan
 from kvilt.server.batches.lines import parse_line
 from kvilt.server.batches.queue import WINDOW_S
 
@@ -281,6 +282,20 @@ def test_a_batch_expires(start: Start, slowed: Gate) -> None:
         given, late = answers(client, done.output_file_id), answers(client, done.error_file_id)
         assert sorted([*given, *late]) == [str(i) for i in range(8)]
         assert late and {one["error"]["code"] for one in late.values()} == {"batch_expired"}
+
+
+def test_lines_that_could_not_be_read_in_time_are_read_again(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest, refusals = BatchIndex.line, [WorkTimeout("parse", 10.0), QueueFull(256, 256)]
+
+    def line_of(index: BatchIndex, span: LineSpan) -> Any:
+        if refusals:
+            raise refusals.pop()
+        return honest(index, span)
+
+    monkeypatch.setattr(BatchIndex, "line", line_of)
+    client = server.openai()
+    done = ended(client, begun(client, line("a"), line("b")))
+    assert (done.status, done.request_counts.completed, refusals) == ("completed", 2, [])
 
 
 def test_a_full_queue_is_waited_for(start: Start) -> None:

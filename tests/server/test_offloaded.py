@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 import threading
@@ -17,7 +18,7 @@ from test_http_protocol import connected, request
 
 from kvilt.config import EngineConfig
 from kvilt.llm.async_llm import AsyncLLM
-from kvilt.llm.offload import PARSE, PROMPT, TOKENIZE
+from kvilt.llm.offload import PARSE, PROMPT, TOKENIZE, Offload
 from kvilt.server import app
 from kvilt.server.http import body
 from kvilt.server.metrics import EventLoopMonitor
@@ -114,6 +115,20 @@ def test_work_that_takes_too_long_is_refused_and_ended(
         late = http.post(path, json=asked)
         assert (late.status_code, late.json()["error"]["code"]) == (503, "took_too_long")
         until(lambda: idle(server), "ending")
+
+
+def test_a_caller_whose_own_time_ends_at_the_same_moment_hears_of_that() -> None:
+    release = threading.Event()
+
+    async def ended() -> None:
+        async with asyncio.timeout(0):
+            await Offload().run(replace(PARSE, deadline_s=0.0), release.wait)
+
+    try:
+        with pytest.raises(TimeoutError):
+            asyncio.run(ended())
+    finally:
+        release.set()
 
 
 def test_a_full_queue_refuses_its_own_kind_alone(

@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any
 from weakref import WeakValueDictionary
 
-from ...errors import Draining, ModelClosed
+from ...errors import Draining, ModelClosed, QueueFull, WorkTimeout
 from ...llm.offload import FILES, PARSE
 from ..auth import Caller
 from ..files.store import FileLimits, FileStore
@@ -22,7 +22,7 @@ from .index import BatchIndex, LineSpan
 from .lines import BatchLine, error_line
 from .output import BatchOutput
 from .record import BatchRecord, Status, read_record
-from .runner import BatchRunner
+from .runner import BUSY_S, BatchRunner
 from .schema import BatchRequest
 
 _log = logging.getLogger(__name__)
@@ -213,7 +213,14 @@ class BatchQueue:
 
     async def _lines(self, record: BatchRecord, index: BatchIndex, left: list[LineSpan]) -> AsyncIterator[BatchLine]:
         for span in left:
-            yield await self._service.llm.offload.run(PARSE, index.line, span, owner=record.owner)
+            yield await self._line(record, index, span)
+
+    async def _line(self, record: BatchRecord, index: BatchIndex, span: LineSpan) -> BatchLine:
+        """Read a line, when the server has time for it: a batch waits."""
+        while True:
+            with suppress(QueueFull, WorkTimeout):
+                return await self._service.llm.offload.run(PARSE, index.line, span, owner=record.owner)
+            await asyncio.sleep(BUSY_S)
 
     async def _end(self, record: BatchRecord, output: BatchOutput | None, status: Status) -> None:
         """Finish the files, then the batch: a client that sees the end finds the files."""

@@ -28,7 +28,7 @@ from .lines import BatchLine, answer_line, problem_line
 
 Write = Callable[[dict[str, Any]], Awaitable[None]]  # takes an answer
 AT_ONCE = 64  # requests in the engine; a batch of a GPU's rows or a CPU's has room for more than it computes at once
-_FULL_S = 0.5  # until a request that found the queue full is tried again
+BUSY_S = 0.5  # until a request that found the server busy is tried again
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class BatchRunner:
                 refused = http_error_of(error)
                 if refused.status_code != 429:
                     return answer_line(line, refused.status_code, refused.body())
-                await asyncio.sleep(_FULL_S)  # other requests go first; a batch has time
+                await asyncio.sleep(BUSY_S)  # other requests go first; a batch has time
 
     async def _answer(self, line: BatchLine) -> dict[str, Any]:
         route = ROUTES.get(line.url)
