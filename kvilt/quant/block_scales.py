@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-import torch
-
 from .tensor import QuantTensor
 
 # Bytes of a block at which its float16 scales begin.
@@ -37,15 +35,18 @@ _SLAB_BLOCKS = 1 << 20
 
 
 def has_finite_scales(weight: QuantTensor) -> bool:
-    """Whether all scales of a weight in a format of GGML are numbers; True for formats without scales in blocks."""
+    """Whether all scales of a weight in a format of GGML are numbers; True for formats without scales in blocks.
+
+    By numpy: on tensors this small torch's threads would wait for each other longer than they compute.
+    """
     name = weight.format.name
-    blocks = weight.blocks.view(-1, weight.format.block_bytes)
+    blocks = weight.blocks.view(-1, weight.format.block_bytes).numpy()
     for start in range(0, len(blocks), _SLAB_BLOCKS):
         slab = blocks[start : start + _SLAB_BLOCKS]
-        if name == "MXFP4" and bool((slab[:, 0] == _NO_EXPONENT).any()):
+        if name == "MXFP4" and (slab[:, 0] == _NO_EXPONENT).any():
             return False
         for at in HALF_SCALES.get(name, ()):
-            bits = slab[:, at : at + 2].contiguous().view(torch.int16)
-            if bool(((bits & _EXPONENT) == _EXPONENT).any()):
+            bits = slab.view("<u2")[:, at // 2]
+            if (bits & _EXPONENT).max() == _EXPONENT:
                 return False
     return True
