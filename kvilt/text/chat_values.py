@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import ContextOverflow, InputError, TemplateError
+from ..errors import ContextOverflow, TemplateError
 from .budget import MAX_INT_BITS, TemplateLimits
 from .pipeline import clean
 from .tokenizer import Tokenizer
@@ -20,37 +20,42 @@ class ValueLimits:
 
     chars: int
     items: int
-    tokens: int | None = None  # the context, where it is what sets `chars`
+    tokenizer: Tokenizer | None = None
+    tokens: int = 0  # of the context; with a tokenizer
 
     @classmethod
     def of(cls, limits: TemplateLimits, tokenizer: Tokenizer | None = None, tokens: int | None = None) -> ValueLimits:
         if tokenizer is None or tokens is None or tokens >= limits.text_chars:
             return cls(limits.text_chars, limits.items)
-        most = tokenizer.max_bytes(tokens)
-        return cls(min(limits.text_chars, most), limits.items, tokens if most < limits.text_chars else None)
+        return cls(limits.text_chars, limits.items, tokenizer, tokens)
 
-    def overflow(self) -> InputError:
-        if self.tokens is None:
-            return TemplateError(f"the messages hold more than {self.chars} characters")
-        return ContextOverflow(self.tokens + 1, self.tokens, at_least=True)
+    def check(self, chars: int) -> None:
+        """Raise if messages of so many characters are too long."""
+        # Most are shorter than the context has tokens: the sizes of all tokens are not looked up for them.
+        if self.tokenizer is not None and chars > self.tokens:
+            fitting = self.tokenizer.max_bytes(self.tokens)
+            if fitting < min(chars, self.chars):
+                raise ContextOverflow(self.tokens + 1, self.tokens, at_least=True)
+        if chars > self.chars:
+            raise TemplateError(f"the messages hold more than {self.chars} characters")
 
 
 def copied_values(values: dict[str, Any], room: ValueLimits) -> dict[str, Any]:
     """The values rebuilt out of plain JSON types, as far as there is room for them."""
-    left = [room.chars, room.items]
+    chars = items = 0
 
     def copy(value: Any, depth: int) -> Any:
-        left[1] -= 1
-        if left[1] < 0 or depth > _MAX_DEPTH:
+        nonlocal chars, items
+        items += 1
+        if items > room.items or depth > _MAX_DEPTH:
             raise TemplateError(f"the messages hold more than {room.items} values or nest deeper than {_MAX_DEPTH}")
         if isinstance(value, int) and value.bit_length() > MAX_INT_BITS:
             raise TemplateError(f"the messages hold a number of more than {MAX_INT_BITS} bits")
         if value is None or isinstance(value, (bool, int, float)):
             return value
         if isinstance(value, str):
-            left[0] -= len(value)
-            if left[0] < 0:
-                raise room.overflow()
+            chars += len(value)
+            room.check(chars)
             return clean(str.__str__(value))
         if isinstance(value, Mapping):
             return {_key(key): copy(inner, depth + 1) for key, inner in value.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from kvilt.errors import ContextOverflow
 from kvilt.text import token_sizes
+from kvilt.text.chat import ChatTemplate
 from kvilt.text.pipeline import Pipeline
 from kvilt.text.pretokenize import PRE_RULES
 from kvilt.text.tokenizer import Tokenizer, from_file, from_metadata
@@ -200,3 +202,16 @@ def test_long_texts_come_out_as_at_once(smollm2: Tokenizer) -> None:
     text = "".join(TEXTS) * 200
     assert len(text) > 100_000
     assert smollm2.encode(text) == whole(smollm2.core, text)
+
+
+def test_a_short_chat_needs_no_sizes_of_tokens(smollm2: Tokenizer) -> None:
+    """The sizes of all tokens take longer than a short prompt does."""
+    fresh = Pipeline(smollm2.core.core, lambda: map(smollm2.token_bytes, range(smollm2.vocab_size)))
+    tokenizer = replace(smollm2, core=fresh, inner=fresh)
+    template = ChatTemplate.of(tokenizer)
+    template.render_prompt(tokenizer, [{"role": "user", "content": "a" * 80}], limit=100)
+    assert "sizes" not in vars(fresh)
+    template.render_prompt(tokenizer, [{"role": "user", "content": "a" * 200}], limit=100)
+    assert "sizes" in vars(fresh)
+    with pytest.raises(ContextOverflow):
+        template.render_prompt(tokenizer, [{"role": "user", "content": "a" * 20_000}], limit=100)
