@@ -9,6 +9,7 @@ import typer
 
 from . import options as opt
 from .errors import FAILURE, exit_on_error
+from .imports import uncollected
 
 
 @opt.with_options(sampling=opt.SAMPLING, grammar=opt.GRAMMAR, store=opt.STORE, drafts=opt.DRAFTS, config=opt.RUNTIME)
@@ -46,7 +47,8 @@ def run(
 
             if answer_attached(prompt, model, system, raw, sampling, {**config, **drafts}):
                 return
-        from .run import RunRequest, answer, opens_chat, read_grammar
+        with uncollected():
+            from .run import RunRequest, answer, opens_chat, read_grammar
 
         usual = opt.STORE.is_default(store) and opt.GRAMMAR.is_default(grammar) and sampling["n"] == 1
         if prompt == "-" and usual and not any((raw, lora, document, json, verbose)) and opens_chat():
@@ -96,8 +98,8 @@ def chat(
                 if not well:
                     raise typer.Exit(FAILURE)
                 return
-        from .chat import chat as run_chat
-
+        with uncollected():
+            from .chat import chat as run_chat
         if not run_chat(model, system, saved, sampling, {**config, **drafts}, show_drafts, template_option or ()):
             raise typer.Exit(FAILURE)
 
@@ -115,8 +117,8 @@ def batch(
 ) -> None:
     """Answer the requests of a file in OpenAI's batch format; prompts that begin alike are computed once."""
     with exit_on_error():
-        from .batch import batch as answer_all
-
+        with uncollected():
+            from .batch import batch as answer_all
         counts = answer_all(given, out, model, at_once, store, {**config, **drafts})
         if counts.failed:
             raise typer.Exit(FAILURE)

@@ -1,33 +1,29 @@
-"""Progress bars on stderr; silent where stderr is no terminal."""
+"""Progress bars on stderr; silent where stderr is no terminal. Models that are here already need none, nor rich."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-)
+if TYPE_CHECKING:
+    from rich.progress import Progress, ProgressColumn, TaskID
 
 
 @dataclass(slots=True)
 class ProgressBars:
     """Progress bars for fetching a model."""
 
-    _progress: Progress
+    _open: ExitStack
+    _progress: Progress | None = None  # from the first stage on
     _tasks: dict[str, TaskID] = field(default_factory=dict)
 
     def fetching(self, stage: str, done_bytes: int, total_bytes: int) -> None:
         """A hub.Progress: one bar per stage of a fetch."""
+        if self._progress is None:
+            self._progress = self._open.enter_context(_fetch_progress())
         if stage not in self._tasks:
             self._tasks[stage] = self._progress.add_task(stage, total=total_bytes or None)
         self._progress.update(self._tasks[stage], completed=done_bytes, total=total_bytes or None)
@@ -36,9 +32,12 @@ class ProgressBars:
 @contextmanager
 def tracked(what: str, total: int) -> Iterator[Callable[[int, str], None]]:
     """A bar over `total` pieces of work; the yielded function takes the number done and a note."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"))
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as progress:
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+
+    bar = _progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}")
+    )
+    with bar as progress:
         task = progress.add_task(what, total=total, note="")
         yield lambda done, note: progress.update(task, completed=done, note=note)
 
@@ -46,7 +45,18 @@ def tracked(what: str, total: int) -> Iterator[Callable[[int, str], None]]:
 @contextmanager
 def bars() -> Iterator[ProgressBars]:
     """Bars for the length of a block; they are erased at its end."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as progress:
-        yield ProgressBars(progress)
+    with ExitStack() as opened:
+        yield ProgressBars(opened)
+
+
+def _fetch_progress() -> Progress:
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
+
+    return _progress(TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+
+
+def _progress(*columns: ProgressColumn) -> Progress:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    return Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())

@@ -13,8 +13,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.text import Text
-
 from ..config import config_files, env_settings
 from ..errors import ParamError
 
@@ -167,6 +165,8 @@ def _known_name(path: Path, key: str, known: set[str], where: str) -> str:
 
 def show_settings(root: CommandTree, command: str | None, changed: bool, as_json: bool) -> None:
     """Print every setting with its value and where it came from."""
+    from rich.text import Text
+
     from .models import plain_table, print_table
 
     found = settings(root)

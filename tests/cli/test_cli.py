@@ -247,6 +247,7 @@ def test_run_imports_only_what_it_uses(tmp_path: Path) -> None:
             "main",
             "options",
             "errors",
+            "imports",
             "run",
             "answer_writer",
             "progress",
@@ -257,6 +258,16 @@ def test_run_imports_only_what_it_uses(tmp_path: Path) -> None:
         assert ("run" in commands) == ("--help" not in asked), "an answer was asked for"
         heads = {name.partition(".")[0] for name in modules}
         assert not heads & {"fastapi", "starlette", "uvicorn", "orjson", "prompt_toolkit", "matplotlib", "redis"}
+        assert "--help" in asked or "rich" not in heads, "progress bars of a model that is here already"
+
+
+def test_imports_are_left_out_of_collections() -> None:
+    imported(
+        "import gc\nfrom kvilt.cli.imports import uncollected\n"
+        "gc.set_threshold(1)\ndone = []\ngc.callbacks.append(lambda phase, info: done.append(phase))\n"
+        "with uncollected():\n    seen = len(done)\n    import decimal, kvilt.config\n    assert len(done) == seen\n"
+        "assert gc.isenabled() and gc.get_freeze_count() > 1000"
+    )
 
 
 def test_importing_kvilt_costs_little_beyond_torch() -> None:
