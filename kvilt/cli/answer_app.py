@@ -9,7 +9,7 @@ import typer
 
 from . import options as opt
 from .errors import FAILURE, exit_on_error
-from .imports import uncollected
+from .imports import defer_meta_kernels, uncollected
 
 
 @opt.with_options(sampling=opt.SAMPLING, grammar=opt.GRAMMAR, store=opt.STORE, drafts=opt.DRAFTS, config=opt.RUNTIME)
@@ -47,6 +47,7 @@ def run(
 
             if answer_attached(prompt, model, system, raw, sampling, {**config, **drafts}):
                 return
+        defer_meta_kernels()
         with uncollected():
             from .run import RunRequest, answer, opens_chat, read_grammar
 
@@ -98,6 +99,7 @@ def chat(
                 if not well:
                     raise typer.Exit(FAILURE)
                 return
+        defer_meta_kernels()
         with uncollected():
             from .chat import chat as run_chat
         if not run_chat(model, system, saved, sampling, {**config, **drafts}, show_drafts, template_option or ()):

@@ -1,11 +1,19 @@
-"""How a command imports what it is made of, torch above all."""
+"""How a command imports what it is made of, torch above all: most of the time before a first token."""
 
 from __future__ import annotations
 
 import atexit
 import gc
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+_META_KERNELS = "torch._meta_registrations"
+# Modules that trace or compile programs: importing one of them imports the kernels before.
+_TRACERS = frozenset(f"torch.{name}" for name in ("_dynamo", "_inductor", "_decomp", "_refs", "_prims", "onnx"))
 
 
 @contextmanager
@@ -22,3 +30,45 @@ def uncollected() -> Iterator[None]:
         gc.freeze()
         gc.enable()
         atexit.register(gc.unfreeze)  # so that the native module is unloaded in order
+
+
+def defer_meta_kernels() -> None:
+    """Let torch import its Python kernels for tensors without data when they are needed, not at the start.
+
+    They compute shapes for tracing and compiling, and take a quarter of torch's import. A command that only computes
+    needs none. For a process that kvilt has for itself: others may use such tensors ("meta") without a tracer.
+    """
+    if "torch" not in sys.modules:
+        sys.meta_path.insert(0, _MetaKernels())
+
+
+class _MetaKernels:
+    """Finder and loader of the kernels' module: an empty one, until the first use of a name in it or of a tracer."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        del path, target
+        if name == _META_KERNELS:
+            return ModuleSpec(name, self)  # type: ignore[arg-type]  # a loader without the base class, whose import is slow
+        if name in _TRACERS:
+            self._load()
+        return None  # found as ever
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        del spec  # any module will do
+
+    def exec_module(self, module: ModuleType) -> None:
+        def get(name: str) -> Any:
+            if name.startswith("__"):  # what the import system asks every module for
+                raise AttributeError(name)
+            return getattr(self._load(), name)
+
+        vars(module)["__getattr__"] = get
+
+    def _load(self) -> ModuleType:
+        """The kernels, imported as torch does it."""
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+            sys.modules.pop(_META_KERNELS, None)
+        import torch._meta_registrations as kernels
+
+        return kernels

@@ -259,6 +259,7 @@ def test_run_imports_only_what_it_uses(tmp_path: Path) -> None:
         heads = {name.partition(".")[0] for name in modules}
         assert not heads & {"fastapi", "starlette", "uvicorn", "orjson", "prompt_toolkit", "matplotlib", "redis"}
         assert "--help" in asked or "rich" not in heads, "progress bars of a model that is here already"
+        assert not modules & {"torch._refs", "torch._decomp", "torch._dynamo"}, "kernels for tensors without data"
 
 
 def test_imports_are_left_out_of_collections() -> None:
@@ -267,6 +268,24 @@ def test_imports_are_left_out_of_collections() -> None:
         "gc.set_threshold(1)\ndone = []\ngc.callbacks.append(lambda phase, info: done.append(phase))\n"
         "with uncollected():\n    seen = len(done)\n    import decimal, kvilt.config\n    assert len(done) == seen\n"
         "assert gc.isenabled() and gc.get_freeze_count() > 1000"
+    )
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "torch.compile(lambda x: x.sin()[:, 1:] + 1, backend='aot_eager')(torch.ones(3, 4))",
+        "from torch._subclasses import FakeTensorMode\nwith FakeTensorMode(): torch.ones(3, 4)[torch.tensor([0, 1])]",
+        "torch._meta_registrations.meta_index_Tensor",
+    ],
+)
+def test_meta_kernels_are_there_when_they_are_needed(use: str) -> None:
+    kernels = "'torch._refs' in sys.modules"
+    imported(
+        "import sys\nfrom kvilt.cli.imports import defer_meta_kernels\n"
+        f"defer_meta_kernels()\nimport torch\nassert not {kernels}\n{use}\nassert {kernels}\n"
+        "assert torch._meta_registrations is sys.modules['torch._meta_registrations']\n"
+        "assert hasattr(torch._meta_registrations, 'activate_meta')"
     )
 
 
