@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,14 +20,16 @@ class ProgressBars:
     _open: ExitStack
     _progress: Progress | None = None  # from the first stage on
     _tasks: dict[str, TaskID] = field(default_factory=dict)
+    _lock: Lock = field(default_factory=Lock)
 
     def fetching(self, stage: str, done_bytes: int, total_bytes: int) -> None:
-        """A hub.Progress: one bar per stage of a fetch."""
-        if self._progress is None:
-            self._progress = self._open.enter_context(_fetch_progress())
-        if stage not in self._tasks:
-            self._tasks[stage] = self._progress.add_task(stage, total=total_bytes or None)
-        self._progress.update(self._tasks[stage], completed=done_bytes, total=total_bytes or None)
+        """A hub.Progress: one bar per stage of a fetch. Files are fetched on several threads."""
+        with self._lock:
+            if self._progress is None:
+                self._progress = self._open.enter_context(_fetch_progress())
+            if stage not in self._tasks:
+                self._tasks[stage] = self._progress.add_task(stage, total=total_bytes or None)
+            self._progress.update(self._tasks[stage], completed=done_bytes, total=total_bytes or None)
 
 
 @contextmanager
