@@ -5,16 +5,18 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from ..batch import Adapter, Base
 from ..blend.plugins import BlendPlugins
 from ..blend.recipe import Recipe, Span
 from ..kv.owner import owner_of
 from ..kv.row import Token
-from ..sampling.grammar import Grammar
 from ..sampling.params import SamplingParams
 from .prompt_embeds import PromptEmbeds
+
+if TYPE_CHECKING:
+    from ..sampling.grammar import Grammar
 
 
 def new_id() -> str:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, overload
 
 from ..batch import Adapter
 from ..blend.certificate import Certificate
@@ -30,7 +30,6 @@ from ..errors import StepHung
 from ..kv.cache import KVCache
 from ..kv.owner import owner_of
 from ..metrics import Metrics
-from ..sampling.grammar import Grammar
 from ..sampling.params import SamplingParams
 from ..store.channel import TierFailure
 from ..text.parse import Tools
@@ -48,6 +47,9 @@ from .python_tools import Tool
 from .token_stream import Notifier, TokenStream
 from .tool_choice import tool_use
 from .warmup import AT_ONCE, DocumentWarmup, OnProgress, StoredDocument
+
+if TYPE_CHECKING:
+    from ..sampling.grammar import Grammar
 
 Result = TypeVar("Result")
 

@@ -6,11 +6,14 @@ import asyncio
 import threading
 from collections.abc import Iterable
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from ..errors import ModelClosed, Unsupported
 from ..sampling.constraint import Constraint
-from ..sampling.grammar import Compiler, Grammar
 from ..text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from ..sampling.grammar import Compiler, Grammar
 
 
 class Grammars:
@@ -69,6 +72,8 @@ class Grammars:
             if self._closed:
                 raise ModelClosed
             if self._compiler is None:
+                from ..sampling.grammar import Compiler  # most processes have no grammar
+
                 spell = self._tokenizer.token_bytes
                 spelled = [spell(i) for i in range(self._tokenizer.vocab_size)]
                 self._compiler = Compiler(spelled, self._end_ids, isolated=True)

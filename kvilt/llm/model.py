@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,7 +24,6 @@ from ..executor.protocol import Executor, OnWarmup
 from ..kv.cache import KVCache
 from ..kv.drawing import draw_cache
 from ..metrics import Metrics
-from ..sampling.grammar import Grammar
 from ..sampling.params import SamplingParams
 from ..speculative.drafter import Drafter
 from ..store.store import Store
@@ -42,6 +41,9 @@ from .features import plugins_for
 from .generation import SamplingDefaults
 from .grammars import Grammars
 from .quality import gate_for
+
+if TYPE_CHECKING:
+    from ..sampling.grammar import Grammar
 
 Prompt = str | Sequence[int]
 PromptInput = Prompt | Inputs  # with embedding rows, such as those of an image, in places of their own

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..batch import Adapter
 from ..blend.recipe import Recipe
@@ -21,7 +21,6 @@ from ..engine.sessions.sessions import Sessions
 from ..errors import HandleMismatch, InputError, ParamError, TruncateError
 from ..executor.inputs import Inputs
 from ..kv.cache import KVCache
-from ..sampling.grammar import Grammar
 from ..sampling.params import SamplingParams
 from ..text.parse import Tools
 from .answer import AnswerConfig
@@ -31,6 +30,9 @@ from .offload import uninterruptible
 from .options import RequestOptions
 from .prepared_prompt import PreparedPrompt
 from .session_use import SessionUse
+
+if TYPE_CHECKING:
+    from ..sampling.grammar import Grammar
 
 
 @dataclass(frozen=True, slots=True)

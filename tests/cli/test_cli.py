@@ -259,6 +259,7 @@ def test_run_imports_only_what_it_uses(tmp_path: Path) -> None:
         heads = {name.partition(".")[0] for name in modules}
         assert not heads & {"fastapi", "starlette", "uvicorn", "orjson", "prompt_toolkit", "matplotlib", "redis"}
         assert "--help" in asked or "rich" not in heads, "progress bars of a model that is here already"
+        assert "kvilt.sampling.grammar" not in modules, "the compiler of grammars, without one"
         assert not modules & {"torch._refs", "torch._decomp", "torch._dynamo"}, "kernels for tensors without data"
 
 
