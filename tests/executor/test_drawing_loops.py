@@ -68,6 +68,7 @@ def test_a_loop_draws_what_single_steps_draw(executor: ModelExecutor, kinds: tup
     assert all(0 <= token < VOCAB for own in expected for token in own)
 
 
+@pytest.mark.slow
 def test_a_loop_is_cut_into_several(executor: ModelExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
     params = [DRAWS["whole"], DRAWS["filtered"]]
     expected = drawn_apart(executor, params, 6)
@@ -75,6 +76,7 @@ def test_a_loop_is_cut_into_several(executor: ModelExecutor, monkeypatch: pytest
     assert drawn(executor, params, 6) == expected
 
 
+@pytest.mark.slow
 def test_a_row_that_ends_ends_the_loop(executor: ModelExecutor) -> None:
     plain = drawn_apart(executor, [DRAWS["whole"]], 7)[0]
     params = [SamplingParams(temperature=1.3, seed=5, stop_token_ids=[plain[3]])]

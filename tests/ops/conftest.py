@@ -59,6 +59,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 LONG = {
+    "test_it_is_a_write_and_then_attention",
+    "test_so_it_is_with_more_rows",
+    "test_norms_of_heads_come_first",
+    "test_attention_equals_explicit_loops",
+    "test_packed_experts_are_their_weights",
+    "test_experts_make_their_weighted_sum",
     "test_keys_turned_on_their_way_are_those_turned_before",
     "test_followers_take_their_share",
     "test_mass_is_the_sum_of_weights",
