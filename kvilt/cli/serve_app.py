@@ -8,6 +8,7 @@ import typer
 
 from . import options as opt
 from .errors import exit_on_error
+from .imports import uncollected
 
 
 @opt.with_options(options=opt.SERVER, engine=opt.ENGINE, store=opt.STORE, drafts=opt.DRAFTS, config=opt.RUNTIME)
@@ -31,8 +32,8 @@ def serve(
 
             serve_models(model, models_memory, options, engine, store, {**config, **drafts})
             return
-        from .serve import serve as listen
-
+        with uncollected():
+            from .serve import serve as listen
         listen(model[0], options, engine, store, {**config, **drafts})
 
 
