@@ -20,26 +20,27 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-def first_token_s(model: str, *options: str) -> float:
-    """One cold process, until its first byte of text."""
-    command = [sys.executable, "-m", "kvilt.cli.main", "run", "Why is the sky blue?", "--model", model, *options]
+def first_byte_s(command: list[str]) -> float:
+    """One cold process, until its first byte of text; its end does not count."""
     started_s = time.perf_counter()
-    with subprocess.Popen(
-        [*command, "--max-tokens", "4"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-    ) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         assert process.stdout is not None
         if not process.stdout.read(1):
-            sys.exit("kvilt run printed nothing")
+            sys.exit(f"{' '.join(command)} printed nothing")
         seconds = time.perf_counter() - started_s
         process.stdout.read()
     return seconds
 
 
+def first_token_s(model: str, *options: str) -> float:
+    """`kvilt run`, until the first character of its answer."""
+    command = [sys.executable, "-m", "kvilt.cli.main", "run", "Why is the sky blue?", "--model", model, *options]
+    return first_byte_s([*command, "--max-tokens", "4"])
+
+
 def torch_s() -> float:
-    """A process that imports torch and ends."""
-    started_s = time.perf_counter()
-    subprocess.run([sys.executable, "-c", "import torch"], check=True)
-    return time.perf_counter() - started_s
+    """A process that imports torch, until it has."""
+    return first_byte_s([sys.executable, "-c", "import torch; print(torch.__version__, flush=True)"])
 
 
 @contextmanager
