@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .inspect import CacheFacts, CheckpointFacts, FormatFacts, GroupFacts
+if TYPE_CHECKING:
+    from .inspect import CacheFacts, CheckpointFacts, FormatFacts, GroupFacts
 
 _PIPE_COLUMNS = 120  # a pipe has no width of its own
 _MOST_CHARS = 200

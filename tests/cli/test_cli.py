@@ -224,6 +224,20 @@ def test_help_does_not_import_torch() -> None:
     assert not modules & {"torch", "numpy", "tokenizers", "jinja2"}
 
 
+@pytest.mark.parametrize("asked", [["ps"], ["list"], ["config"]])
+def test_commands_that_compute_nothing_do_not_import_torch(
+    asked: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVILT_HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    modules = imported(
+        f"import sys; sys.argv = ['kvilt', *{asked!r}]\n"
+        "from kvilt.cli.main import main\n"
+        "try: main()\nexcept SystemExit as end: assert not end.code"
+    )
+    assert "torch" not in modules
+
+
 def test_run_imports_only_what_it_uses(tmp_path: Path) -> None:
     """Neither its help nor an answer imports what other commands are made of."""
     model = str(write_tiny_of_bytes(tmp_path))
