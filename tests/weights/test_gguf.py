@@ -20,6 +20,7 @@ from kvilt.quant.block_scales import HALF_SCALES
 from kvilt.quant.formats import FORMATS
 from kvilt.quant.tensor import QuantTensor
 from kvilt.quant.unpack import to_float
+from kvilt.weights import gguf as gguf_file
 from kvilt.weights.gguf import GGUFFile
 from kvilt.weights.source import open_checkpoint
 
@@ -141,6 +142,19 @@ def test_scales_that_are_no_numbers_are_refused_by_name(tmp_path: Path, name: st
             pytest.raises(WeightError, match=rf"blk\.0\.w.*{name} scales"),
         ):
             file.tensor("blk.0.w")
+
+
+def test_scales_are_looked_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts of one tensor are taken one by one; looking at all of them each time took longer than loading them."""
+    looked: list[QuantTensor] = []
+    monkeypatch.setattr(gguf_file, "has_finite_scales", lambda weight: looked.append(weight) or len(looked) > 1)
+    blocks = np.full((3, 4 * FORMATS["Q4_0"].block_bytes), 0x33, dtype=np.uint8)
+    with GGUFFile.open(_one_tensor(tmp_path / "one.gguf", blocks, "Q4_0")) as file:
+        with pytest.raises(WeightError):
+            file.tensor("blk.0.w")
+        for _ in range(3):
+            file.tensor("blk.0.w")
+    assert len(looked) == 2, "once more after it was refused, and not again"
 
 
 def _one_tensor(path: Path, blocks: npt.NDArray[np.uint8], name: str) -> Path:
