@@ -8,9 +8,14 @@
 namespace kvilt {
 namespace {
 
+// Four codes at a time, as the bytes of a word: what is done to one byte is done to all.
+using Word = uint32_t;
+constexpr int kSteps = kBlock / 4;
+constexpr Word kBit = 0x01010101, kCrumb = 0x03030303, kNibble = 0x0f0f0f0f;
+
 // 32 codes of one output and the bits of its scales, as they stand in the file.
 struct Block {
-  uint8_t codes[kBlock];
+  Word codes[kSteps];
   uint16_t scale = 0, minimum = 0;  // float16; of a k-format the factors of eight blocks
   uint8_t small[2] = {0, 0};        // a k-format's own scales: scale and minimum, or one for each half
 };
@@ -21,14 +26,23 @@ uint16_t half_at(const uint8_t* p) {
   return bits;
 }
 
+Word word_at(const uint8_t* p) {
+  Word word;
+  std::memcpy(&word, p, sizeof word);
+  return word;
+}
+
 void nibbles(const uint8_t* p, Block& out) {
-  for (int i = 0; i < 16; ++i) {
-    out.codes[i] = p[i] & 15;
-    out.codes[16 + i] = p[i] >> 4;
+  for (int i = 0; i < 4; ++i) {
+    const Word both = word_at(p + 4 * i);
+    out.codes[i] = both & kNibble;
+    out.codes[4 + i] = (both >> 4) & kNibble;
   }
 }
+// The bits of four codes follow each other in the file.
 void fifth_bits(const uint8_t* p, Block& out) {
-  for (int i = 0; i < kBlock; ++i) out.codes[i] |= ((p[i / 8] >> (i % 8)) & 1) << 4;
+  constexpr Word kApart = 0x00204081;  // brings bit i of four to byte i
+  for (int i = 0; i < kSteps; ++i) out.codes[i] |= ((((p[i / 2] >> (i % 2 * 4)) & 15) * kApart) & kBit) << 4;
 }
 
 // One reader per format: block `b` (of 32) of a row.
@@ -98,7 +112,10 @@ struct IQ4_NL {  // four bits that stand for sixteen fixed bytes
     const uint8_t* p = row + b * bytes;
     out.scale = half_at(p);
     nibbles(p + 2, out);
-    for (uint8_t& code : out.codes) code = uint8_t(kIq4Numbers[code]);
+    uint8_t numbers[kBlock];
+    std::memcpy(numbers, out.codes, kBlock);
+    for (uint8_t& code : numbers) code = uint8_t(kIq4Numbers[code]);
+    std::memcpy(out.codes, numbers, kBlock);
   }
 };
 
@@ -108,11 +125,11 @@ void small_scales(const uint8_t* p, int64_t s, Block& out) {
   out.small[1] = s < 4 ? p[s + 4] & 63 : (p[s + 4] >> 4) | ((p[s] >> 6) << 4);
 }
 void k_nibbles(const uint8_t* p, int64_t s, Block& out) {
-  for (int i = 0; i < kBlock; ++i) out.codes[i] = (p[s / 2 * 32 + i] >> (s % 2 * 4)) & 15;
+  for (int i = 0; i < kSteps; ++i) out.codes[i] = (word_at(p + s / 2 * 32 + 4 * i) >> (s % 2 * 4)) & kNibble;
 }
 // Two bits of 256 numbers: each half of the block reads 32 bytes four times, lowest bits first.
 void k_crumbs(const uint8_t* p, int64_t s, Block& out) {
-  for (int i = 0; i < kBlock; ++i) out.codes[i] = (p[s / 4 * 32 + i] >> (s % 4 * 2)) & 3;
+  for (int i = 0; i < kSteps; ++i) out.codes[i] = (word_at(p + s / 4 * 32 + 4 * i) >> (s % 4 * 2)) & kCrumb;
 }
 struct Q2_K {
   static constexpr WeightKind kind = WeightKind::kQ2K;
@@ -134,7 +151,7 @@ struct Q3_K {
     out.scale = half_at(p + 108);
     for (int64_t half = 0; half < 2; ++half) out.small[half] = uint8_t(six_bits(p + 96, 2 * s + half) - 32);
     k_crumbs(p + 32, s, out);
-    for (int i = 0; i < kBlock; ++i) out.codes[i] |= ((p[i] >> s) & 1) << 2;
+    for (int i = 0; i < kSteps; ++i) out.codes[i] |= ((word_at(p + 4 * i) >> s) & kBit) << 2;
   }
   // One of sixteen scales in twelve bytes: nibbles in the first eight, the top two bits in the last four.
   static int six_bits(const uint8_t* p, int64_t i) {
@@ -173,7 +190,7 @@ struct Q5_K {
     out.minimum = half_at(p + 2) ^ 0x8000;
     small_scales(p + 4, b % kSuperBlock, out);
     k_nibbles(p + 48, b % kSuperBlock, out);
-    for (int i = 0; i < kBlock; ++i) out.codes[i] |= ((p[16 + i] >> (b % kSuperBlock)) & 1) << 4;
+    for (int i = 0; i < kSteps; ++i) out.codes[i] |= ((word_at(p + 16 + 4 * i) >> (b % kSuperBlock)) & kBit) << 4;
   }
 };
 struct Q6_K {
@@ -185,27 +202,37 @@ struct Q6_K {
     out.scale = half_at(p + 208);
     std::memcpy(out.small, p + 192 + 8 * half + 2 * quarter, 2);
     const uint8_t *low = p + 64 * half + 32 * (quarter % 2), *high = p + 128 + 32 * half;
-    for (int i = 0; i < kBlock; ++i)
-      out.codes[i] = ((low[i] >> (quarter / 2 * 4)) & 15) | (((high[i] >> (2 * quarter)) & 3) << 4);
+    for (int i = 0; i < kSteps; ++i)
+      out.codes[i] = ((word_at(low + 4 * i) >> (quarter / 2 * 4)) & kNibble) |
+                     (((word_at(high + 4 * i) >> (2 * quarter)) & kCrumb) << 4);
   }
 };
 
 template <int Bits>
-void put_codes(uint8_t* block, int lane, const uint8_t* codes) {
-  for (int i = 0; i < kBlock; ++i) {
-    const int step = i / 4, byte = 4 * lane + i % 4;
-    if constexpr (Bits == 8) {
-      block[64 * step + byte] = codes[i];
-      continue;
-    }
-    if constexpr (Bits == 2 || Bits == 3) {
-      block[64 * (step / 4) + byte] |= (codes[i] & 3) << (2 * (step % 4));
-      if constexpr (Bits == 3) block[128 + byte] |= (codes[i] >> 2) << step;
-      continue;
-    }
-    block[64 * (step % 4) + byte] |= (codes[i] & 15) << (step < 4 ? 0 : 4);
-    if constexpr (Bits == 5) block[256 + byte] |= (codes[i] >> 4) << step;
-    if constexpr (Bits == 6) block[256 + 64 * (step / 4) + byte] |= (codes[i] >> 4) << (2 * (step % 4));
+void put_codes(uint8_t* block, int64_t lane, const Word* codes) {
+  const auto put = [&](int at, Word word) { std::memcpy(block + at + 4 * lane, &word, sizeof word); };
+  // Two bits of each of four steps from `first` on, side by side.
+  const auto side_by_side = [&](int first, int shift) {
+    Word made = 0;
+    for (int j = 0; j < 4; ++j) made |= ((codes[first + j] >> shift) & kCrumb) << (2 * j);
+    return made;
+  };
+  // One bit of all steps.
+  const auto plane = [&](int shift) {
+    Word made = 0;
+    for (int j = 0; j < kSteps; ++j) made |= ((codes[j] >> shift) & kBit) << j;
+    return made;
+  };
+  if constexpr (Bits == 8) {
+    for (int j = 0; j < kSteps; ++j) put(64 * j, codes[j]);
+  } else if constexpr (Bits == 2 || Bits == 3) {
+    for (int half = 0; half < 2; ++half) put(64 * half, side_by_side(4 * half, 0));
+    if constexpr (Bits == 3) put(128, plane(2));
+  } else {
+    for (int j = 0; j < 4; ++j) put(64 * j, (codes[j] & kNibble) | (codes[4 + j] & kNibble) << 4);
+    if constexpr (Bits == 5) put(256, plane(4));
+    if constexpr (Bits == 6)
+      for (int half = 0; half < 2; ++half) put(256 + 64 * half, side_by_side(4 * half, 4));
   }
 }
 
@@ -214,7 +241,7 @@ void pack_blocks(const uint8_t* source, int64_t row_bytes, int64_t outputs, int6
                  uint8_t* out) {
   using F = PackedFormat<Reader::kind>;
   const int64_t blocks = (inputs + kBlock - 1) / kBlock, lanes = std::min<int64_t>(kTile, outputs - tile * kTile);
-  std::memset(out, 0, F::tile_bytes(blocks));
+  if (lanes < kTile) std::memset(out, 0, F::tile_bytes(blocks));
   const auto put_half = [](uint8_t* at, int64_t lane, uint16_t bits) { std::memcpy(at + 2 * lane, &bits, 2); };
   for (int64_t b = 0; b < blocks; ++b, out += F::block) {
     uint8_t* header = out;
@@ -223,7 +250,7 @@ void pack_blocks(const uint8_t* source, int64_t row_bytes, int64_t outputs, int6
     for (int64_t lane = 0; lane < lanes; ++lane) {
       Block block;
       Reader::read(source + (tile * kTile + lane) * row_bytes, b, block);
-      put_codes<F::bits>(out, int(lane), block.codes);
+      put_codes<F::bits>(out, lane, block.codes);
       uint8_t* scales = out + F::codes;
       if constexpr (F::k) {
         scales[lane] = block.small[0];
