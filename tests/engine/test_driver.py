@@ -172,7 +172,7 @@ def test_too_many_that_wait_are_refused_without_a_trace(executor: Executor, monk
         own = kv.fork()
     stuck = Stuck(executor, monkeypatch, looks=False, steps=3)
     running = desk.ask(ENDLESS)
-    assert running.begun.wait(300)
+    assert running.begun.wait(300) and stuck.waits.wait(300)
     waiting = [desk.ask(SHORT) for _ in range(2)]
     until(lambda: desk.engine.waiting == 2)
     with pytest.raises(QueueFull, match="2 requests wait and 2 may"):
@@ -190,6 +190,7 @@ def test_a_queue_that_one_owner_fills_has_room_for_another(executor: Executor, m
     stuck = Stuck(executor, monkeypatch, looks=False, steps=3)
     running = desk.ask(ENDLESS, owner="crowd")
     assert running.begun.wait(300)
+    assert stuck.waits.wait(300), "a step before it would give another owner the row"
     for _ in range(4):
         desk.ask(SHORT, owner="crowd")
     until(lambda: desk.engine.waiting == 4)
@@ -229,12 +230,15 @@ class Stuck:
     """A forward that waits, after some steps, until it is let go, or until it is cancelled if it looks."""
 
     def __init__(self, executor: Executor, monkeypatch: pytest.MonkeyPatch, looks: bool, steps: int = 0) -> None:
-        self.release_resources, self._looks, self._steps = threading.Event(), looks, steps
+        self.release_resources, self.waits = threading.Event(), threading.Event()
+        self._looks, self._steps = looks, steps
         self._honest, self._executor = executor.run, executor
         monkeypatch.setattr(executor, "run", self)
 
     def __call__(self, batch: Batch) -> Logits:
         self._steps -= 1
+        if self._steps < 0:
+            self.waits.set()
         with self._executor.call() as stop:
             while self._steps < 0 and not self.release_resources.wait(0.005):
                 if self._looks and stop.is_set():
