@@ -8,7 +8,7 @@ export PYTHONPATH=.
 processes=${PROCESSES:-8}
 logs=$(mktemp -d)
 trap 'rm -rf "$logs"' EXIT
-run=(python -m pytest -q -m gpu -p no:cacheprovider -o addopts=--import-mode=importlib)
+run=(python -m pytest -q -m gpu -p no:cacheprovider --tb=short -o addopts=--import-mode=importlib)
 
 if ! "${run[@]}" --collect-only tests/gpu "$@" | grep :: >"$logs/all"; then
   echo "no tests to run: torch sees no CUDA device, or the options leave none"
@@ -25,7 +25,7 @@ failed=0
 for process in "${!running[@]}"; do
   wait "$process" || {
     failed=1
-    grep -v '^\.*$' "${running[$process]}" | tail -60
+    grep -v '^\.*$' "${running[$process]}" | tail -150
   }
 done
 tail -qn 1 "$logs"/part.*.log

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import sys
+import weakref
 
 import pytest
 import torch
@@ -18,6 +20,8 @@ from kvilt.errors import DeviceMemoryError, KVError
 from kvilt.executor.executor import ModelExecutor
 from kvilt.executor.load import load_executor
 from kvilt.executor.warmup import warm_up
+from kvilt.ops.triton.graphs import GraphRecorder
+from kvilt.ops.triton.sampling import TritonSampling
 
 GREEDY = SamplingParams(temperature=0.0)
 # Of the norm of all logits: what float32 sums in another order, and bfloat16 weights, activations and KV come to.
@@ -102,10 +106,64 @@ def test_tokens_on_the_device_enter_a_step(models: Models) -> None:
 
 @pytest.mark.parametrize("kv_dtype", ["float16", "int8", "k8v4"])
 def test_other_dtypes_of_kv(models: Models, kv_dtype: str) -> None:
-    config = RunConfig(device="cuda", backend="triton/float32", kv_memory=1 << 26, kv_dtype=kv_dtype)
-    executor = load_executor(models.folder, config)
-    assert distance(conversation(executor), conversation(models.reference)) < 4e-2
-    executor.close()
+    """Beside the reference with the same KV: a number between two codes may become either of them."""
+    found = []
+    for device, backend in (("cuda", "triton/float32"), ("cpu", "reference")):
+        config = RunConfig(device=device, backend=backend, kv_memory=1 << 26, kv_dtype=kv_dtype)
+        executor = load_executor(models.folder, config)
+        found.append(conversation(executor))
+        executor.close()
+    assert distance(*found) < 1e-2
+
+
+# Captures.
+
+
+def double(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def test_a_collection_does_not_disturb_a_capture() -> None:
+    """Garbage that holds a graph would be freed in the middle of the capture, which CUDA forbids."""
+    recorder, x = GraphRecorder(TritonSampling(torch.device("cuda"))), torch.ones(4, device="cuda")
+    garbage: list[object] = [torch.cuda.CUDAGraph()]
+    with torch.cuda.graph(garbage[0]):  # type: ignore[arg-type]
+        garbage.append(double(x))
+    garbage.append(garbage)
+    gone = weakref.finalize(garbage[0], lambda: None)
+    del garbage
+
+    def step() -> Tensor:
+        if torch.cuda.is_current_stream_capturing() and gc.isenabled():
+            gc.collect()  # as a collection by itself would
+        return double(x)
+
+    recorded = recorder.record(step)
+    assert recorded is not None
+    assert gone.alive
+    x.fill_(3)
+    assert recorded.run()
+    assert recorded.result.tolist() == [6.0] * 4
+
+
+def test_steps_are_captured_after_a_capture_that_failed() -> None:
+    recorder, x = GraphRecorder(TritonSampling(torch.device("cuda"))), torch.ones(4, device="cuda")
+    stream = torch.cuda.current_stream()
+
+    def forbidden() -> Tensor:
+        if torch.cuda.is_current_stream_capturing():
+            x.tolist()
+        return double(x)
+
+    assert recorder.record(lambda: double(x)) is not None
+    with pytest.raises(RuntimeError):
+        recorder.record(forbidden)
+    assert torch.cuda.current_stream() == stream
+    recorded = recorder.record(lambda: double(x))
+    assert recorded is not None
+    x.fill_(3)
+    assert recorded.run()
+    assert recorded.result.tolist() == [6.0] * 4
 
 
 # KV as a value.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,6 +106,24 @@ def _first_end(tokens: Tensor, ends: Sequence[Sequence[int]]) -> int:
     return len(tokens)
 
 
+@contextmanager
+def _capture(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
+    """Capture what is launched inside.
+
+    Only this thread is held to the rules of a capture: others may wait for copies, as the writer of a store does. A
+    garbage collection in this thread could free another model's graphs, which those rules forbid.
+    """
+    stream, collects = torch.cuda.current_stream(), gc.isenabled()
+    gc.disable()
+    try:
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            yield
+    finally:
+        torch.cuda.set_stream(stream)  # torch stays on the stream of a capture that failed
+        if collects:
+            gc.enable()
+
+
 # A step of up to so many rows is padded to a multiple of so many: a capture takes time and memory, a row next to none.
 _UNITS = ((64, 8), (128, 16), (1 << 30, 32))
 
@@ -138,10 +158,10 @@ class GraphRecorder:
         made = step().clone()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
-        # Only this thread is held to the rules of a capture: others may wait for copies, as the writer of a store does.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        pool, self._pool = self._pool or torch.cuda.graph_pool_handle(), None  # a failed capture leaves its pool open
+        with _capture(graph, pool):
             result = step()
+        self._pool = pool
         result.copy_(made)
         return CapturedStep(graph, result, self._drawn, lambda: self._stopped)
 
