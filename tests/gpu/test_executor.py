@@ -6,6 +6,7 @@ import gc
 import random
 import sys
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -123,15 +124,19 @@ def double(x: Tensor) -> Tensor:
     return x * 2
 
 
-def test_a_collection_does_not_disturb_a_capture() -> None:
-    """Garbage that holds a graph would be freed in the middle of the capture, which CUDA forbids."""
-    recorder, x = GraphRecorder(TritonSampling(torch.device("cuda"))), torch.ones(4, device="cuda")
-    garbage: list[object] = [torch.cuda.CUDAGraph()]
-    with torch.cuda.graph(garbage[0]):  # type: ignore[arg-type]
+def unused_graph(x: Tensor) -> weakref.finalize[[], Any]:
+    """Leave a graph behind that only a collection finds."""
+    garbage: list[Any] = [torch.cuda.CUDAGraph()]
+    with torch.cuda.graph(garbage[0]):
         garbage.append(double(x))
     garbage.append(garbage)
-    gone = weakref.finalize(garbage[0], lambda: None)
-    del garbage
+    return weakref.finalize(garbage[0], int)
+
+
+def test_a_collection_does_not_disturb_a_capture() -> None:
+    """A graph would be freed in the middle of the capture, which CUDA forbids."""
+    recorder, x = GraphRecorder(TritonSampling(torch.device("cuda"))), torch.ones(4, device="cuda")
+    unused = unused_graph(x)
 
     def step() -> Tensor:
         if torch.cuda.is_current_stream_capturing() and gc.isenabled():
@@ -140,7 +145,7 @@ def test_a_collection_does_not_disturb_a_capture() -> None:
 
     recorded = recorder.record(step)
     assert recorded is not None
-    assert gone.alive
+    assert unused.alive
     x.fill_(3)
     assert recorded.run()
     assert recorded.result.tolist() == [6.0] * 4
@@ -148,16 +153,17 @@ def test_a_collection_does_not_disturb_a_capture() -> None:
 
 def test_steps_are_captured_after_a_capture_that_failed() -> None:
     recorder, x = GraphRecorder(TritonSampling(torch.device("cuda"))), torch.ones(4, device="cuda")
-    stream = torch.cuda.current_stream()
+    assert recorder.record(lambda: double(x)) is not None
+    stream, unused = torch.cuda.current_stream(), unused_graph(x)
 
     def forbidden() -> Tensor:
         if torch.cuda.is_current_stream_capturing():
-            x.tolist()
+            gc.collect()
         return double(x)
 
-    assert recorder.record(lambda: double(x)) is not None
     with pytest.raises(RuntimeError):
         recorder.record(forbidden)
+    assert not unused.alive
     assert torch.cuda.current_stream() == stream
     recorded = recorder.record(lambda: double(x))
     assert recorded is not None
