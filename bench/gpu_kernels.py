@@ -24,7 +24,7 @@ from random_model import random_blocks
 from torch import Tensor
 
 from kvilt.ops.contract import AttentionMask, PackedWeight, PageShape, Paging, Rotation, RowLengths
-from kvilt.ops.kv_dtypes import BFLOAT16, FLOAT8, INT8, KVDtype
+from kvilt.ops.kv_dtypes import BFLOAT16, FLOAT8, INT8, K8V4, KVDtype
 from kvilt.ops.reference import ReferenceOps, ReferencePages
 from kvilt.ops.triton import attention as paged
 from kvilt.ops.triton import float8_products, grouped_products, quantized
@@ -242,7 +242,7 @@ def time_attention(bandwidth: float) -> None:
     ops, rows, tokens, found = TritonOps(GPU), 64, 8192, {}
     mask = AttentionMask(128**-0.5)
     query = torch.randn((rows, 32, 128), device=GPU).bfloat16()
-    for dtype in (BFLOAT16, FLOAT8, INT8):
+    for dtype in (BFLOAT16, FLOAT8, INT8, K8V4):
         store, paging = pages_of(ops, dtype, rows, tokens)
         keys, values = paged.gathered(store, 0, paging.tables[5], tokens, torch.float32)
         q, k, v = (one.float().transpose(0, 1)[None] for one in (query[5:6], keys, values))
