@@ -196,15 +196,91 @@ inline void weighted_sum_dims(const Pages& pages, const Tile& tile, int64_t from
     for (int v = 0; v < V; ++v) store(sums + m * pages.value_lanes + dim + 16 * v, sum[m][v]);
 }
 
+#if defined(__AVX512BF16__)
+// The same with values and weights in bfloat16, two tokens at a time; weights stand as pairs.
+template <typename Loader, int M, int V>
+inline void weighted_pair_sum_dims(const Pages& pages, const Tile& tile, int64_t from, int64_t to, const float* weights,
+                                   bool fresh, int64_t dim, float* sums) {
+  constexpr int64_t kBytes = 32 * V * sizeof(typename Loader::Number);
+  constexpr __mmask32 kFirst = 0x55555555, kSecond = 0xaaaaaaaa;
+  __m512 sum[M][V];
+#pragma GCC unroll 16
+  for (int m = 0; m < M; ++m)
+    for (int v = 0; v < V; ++v)
+      sum[m][v] = fresh ? _mm512_setzero_ps() : load(sums + m * pages.value_lanes + dim + 16 * v).v;
+  for (int64_t page = from / pages.page_tokens; from < to && page * pages.page_tokens < to; ++page) {
+    const int64_t first = page * pages.page_tokens, low = from > first ? from - first : 0, even = low / 2 * 2;
+    const int64_t high = to - first < pages.page_tokens ? to - first : pages.page_tokens;
+    const char* weight = reinterpret_cast<const char*>(weights) + 2 * (page * pages.lanes + even);
+    const char* ahead = tile.next[page] + dim * pages.page_tokens * int64_t(sizeof(typename Loader::Number));
+    ahead += even / 2 * kBytes;
+    for (int64_t t = even; t < high; t += 2, weight += 4, ahead += kBytes) {
+      if constexpr (Loader::kLevel) fetch<Loader::kLevel>(ahead, kBytes);
+      __m512i value[V];
+      ValuePairs<Loader>::template at<V>(pages, tile.values[page], t, dim, value);
+      if (t < low || t + 1 >= high)  // what is not seen, perhaps never written, takes no part
+        for (int v = 0; v < V; ++v) value[v] = _mm512_maskz_mov_epi16(t < low ? kSecond : kFirst, value[v]);
+#pragma GCC unroll 16
+      for (int m = 0; m < M; ++m) {
+        int32_t pair;
+        std::memcpy(&pair, weight + m * kTileLanes * int64_t(sizeof(float)), sizeof pair);
+        const auto w = (__m512bh)_mm512_set1_epi32(pair);
+        for (int v = 0; v < V; ++v) sum[m][v] = _mm512_dpbf16_ps(sum[m][v], (__m512bh)value[v], w);
+      }
+    }
+  }
+#pragma GCC unroll 16
+  for (int m = 0; m < M; ++m)
+    for (int v = 0; v < V; ++v) store(sums + m * pages.value_lanes + dim + 16 * v, f32x16{sum[m][v]});
+}
+
+// One query's weights as bfloat16, in the first half of their place. The weight of a hidden token becomes zero: it
+// includes a scale, perhaps one that was never written.
+inline void round_weights(const Pages& pages, const VisibleRange& visible, float* weights) {
+  if (!visible.any()) return;
+  const int64_t first = visible.from / pages.page_tokens, last = (visible.to - 1) / pages.page_tokens;
+  for (int64_t page = first; page <= last; ++page) {
+    const int64_t low = page == first ? visible.from - page * pages.page_tokens : 0;
+    const int64_t high = page == last ? visible.to - page * pages.page_tokens : pages.page_tokens;
+    float* at = weights + page * pages.lanes;
+    for (int64_t t = 0; t < low; ++t) at[t] = 0;
+    for (int64_t t = high; t < pages.lanes; ++t) at[t] = 0;
+  }
+  auto* to = reinterpret_cast<char*>(weights);
+  for (int64_t i = first * pages.lanes / 32 * 32; i < (last + 1) * pages.lanes; i += 32)
+    _mm512_storeu_si512(to + 2 * i, to_bfloats(load(weights + i), load(weights + i + 16)));
+}
+
+template <typename Loader, int M, int V>
+inline void sum_dims(const Pages& pages, const Tile& tile, int64_t from, int64_t to, const float* weights, bool fresh,
+                     int64_t dim, float* sums) {
+  if constexpr (Loader::kPairs) weighted_pair_sum_dims<Loader, M, V>(pages, tile, from, to, weights, fresh, dim, sums);
+  else weighted_sum_dims<Loader, M, V>(pages, tile, from, to, weights, fresh, dim, sums);
+}
+#else
+template <typename Loader, int M, int V>
+inline void sum_dims(const Pages& pages, const Tile& tile, int64_t from, int64_t to, const float* weights, bool fresh,
+                     int64_t dim, float* sums) {
+  weighted_sum_dims<Loader, M, V>(pages, tile, from, to, weights, fresh, dim, sums);
+}
+inline void round_weights(const Pages&, const VisibleRange&, float*) {}
+#endif
+
+// The first token of its pair, and the first token of the next pair unless it is the first of its own.
+inline int64_t pair_below(const Pages& pages, int64_t token) { return token - token % pages.page_tokens % 2; }
+inline int64_t pair_above(const Pages& pages, int64_t token) {
+  if (token % pages.page_tokens % 2 == 0) return token;
+  return (token + 1) % pages.page_tokens ? token + 1 : (token / pages.page_tokens + 1) * pages.page_tokens;
+}
+
 template <typename Loader, int M>
 inline void weighted_sum(const Pages& pages, const Tile& tile, int64_t from, int64_t to, const float* weights,
                          bool fresh, float* sums) {
   constexpr int V = vectors_for(M, 2);
   int64_t dim = 0;
   for (; dim + 16 * V <= pages.value_lanes; dim += 16 * V)
-    weighted_sum_dims<Loader, M, V>(pages, tile, from, to, weights, fresh, dim, sums);
-  for (; dim < pages.value_lanes; dim += 16)
-    weighted_sum_dims<Loader, M, 1>(pages, tile, from, to, weights, fresh, dim, sums);
+    sum_dims<Loader, M, V>(pages, tile, from, to, weights, fresh, dim, sums);
+  for (; dim < pages.value_lanes; dim += 16) sum_dims<Loader, M, 1>(pages, tile, from, to, weights, fresh, dim, sums);
 }
 
 // Tokens that all queries see go through together; the ragged ends, which only some see, query by query.
@@ -212,12 +288,16 @@ template <typename Loader, int M>
 inline void weighted_sum_visible(const Pages& pages, const Tile& tile, const VisibleRange* visible,
                                  const float* weights, float* sums) {
   int64_t from = visible[0].from, to = visible[0].to;
-  bool early = false;
   for (int m = 1; m < M; ++m) {
-    early |= visible[m].from != visible[0].from;
     from = visible[m].from > from ? visible[m].from : from;
     to = visible[m].to < to ? visible[m].to : to;
   }
+  if constexpr (Loader::kPairs) {  // no pair is cut: its tokens are added by one instruction
+    from = pair_above(pages, from);
+    to = pair_below(pages, to);
+  }
+  bool early = false;
+  for (int m = 0; m < M; ++m) early |= visible[m].from != from;
   const int64_t common = to > from ? to : from;
   for (int m = 0; early && m < M; ++m)
     weighted_sum<Loader, 1>(pages, tile, visible[m].from, visible[m].to < from ? visible[m].to : from,
@@ -240,8 +320,10 @@ void panel(const Pages& pages, const Tile& tile, const Mask& mask, const float* 
         page_scores<Loader, M>(pages, tile, page, queries, scores);
         break;
       }
-  for (int m = 0; m < M; ++m)
+  for (int m = 0; m < M; ++m) {
     softmax_weights(pages, tile, mask, visible[m], scores + m * kTileLanes, to.peaks + m, to.norms + m);
+    if constexpr (Loader::kPairs) round_weights(pages, visible[m], scores + m * kTileLanes);
+  }
   weighted_sum_visible<Loader, M>(pages, tile, visible, scores, to.sums);
 }
 
@@ -253,13 +335,14 @@ constexpr std::array<Panel, sizeof...(M)> panels(std::integer_sequence<int, M...
   return {panel<Loader, M + 1>...};
 }
 
-inline Panel panel_of(KVDtype dtype, bool near, int64_t rows) {
+inline Panel panel_of(const Pages& pages, bool near, int64_t rows) {
   using Sizes = std::make_integer_sequence<int, kPanel>;
-  static constexpr auto near_floats = panels<CachedFloat32Loader>(Sizes{}), floats = panels<Float32Loader>(Sizes{}),
+  static constexpr auto near_floats = panels<CachedFloat32Loader>(Sizes{}),
+                        near_pairs = panels<CachedPairsLoader>(Sizes{}), floats = panels<Float32Loader>(Sizes{}),
                         halves = panels<Float16Loader>(Sizes{}), bfloats = panels<Bfloat16Loader>(Sizes{}),
                         bytes = panels<Int8Loader>(Sizes{}), nibbles = panels<K8V4Loader>(Sizes{});
-  if (near) return near_floats[rows - 1];
-  switch (dtype) {
+  if (near) return has_pairs(pages) ? near_pairs[rows - 1] : near_floats[rows - 1];
+  switch (pages.dtype) {
     case KVDtype::kFloat16: return halves[rows - 1];
     case KVDtype::kBfloat16: return bfloats[rows - 1];
     case KVDtype::kInt8: return bytes[rows - 1];
@@ -376,7 +459,7 @@ inline void attention_tiles(const Pages& pages, const Queries& queries, const Ma
       for (int64_t m = 0; m < count; ++m)
         visible[m] = visible_of(pages, mask, queries.positions[(row + m) / queries.group], index * tile_size);
       const PartialAttention own = all.from(row, pages), to = direct ? own : partial_at(fresh, count, pages);
-      panel_of(pages.dtype, often, count)(pages, tile, mask, packed + row * pages.query_dim(), visible, scores, to);
+      panel_of(pages, often, count)(pages, tile, mask, packed + row * pages.query_dim(), visible, scores, to);
       if (!direct) merge_rows(pages, count, to, own);
     }
   }

@@ -20,8 +20,22 @@ KernelTable with_tiles(const char* isa, const WideKernels& wide) {
   return table;
 }
 
+// Attention with values and weights in bfloat16, which gives other bits.
+KernelTable with_bfloat16_attention(const char* isa, KernelTable table) {
+  table.isa = isa;
+  table.numerics = "avx512bf16";
+  table.pages.attention_tiles = kBfloat16Attention.attention_tiles;
+  table.pages.scratch_floats = kBfloat16Attention.scratch_floats;
+  return table;
+}
+
 const KernelTable& amx_table() {
-  static const KernelTable table = with_tiles("amx", kAmxKernels);
+  static const KernelTable table = with_bfloat16_attention("amx", with_tiles("amx", kAmxKernels));
+  return table;
+}
+
+const KernelTable& avx512bf16_table() {
+  static const KernelTable table = with_bfloat16_attention("avx512bf16", kAvx512Kernels);
   return table;
 }
 
@@ -38,6 +52,7 @@ std::vector<const KernelTable*> available_tables() {
   [[maybe_unused]] const CpuFeatures cpu = cpu_features();
 #if defined(KVILT_X86)
   if (cpu.amx) found.push_back(&amx_table());
+  if (cpu.avx512bf16) found.push_back(&avx512bf16_table());
   if (cpu.avx512) found.push_back(&kAvx512Kernels);
   if (cpu.avx_vnni) found.push_back(&kAvxVnniKernels);
   if (cpu.avx2) found.push_back(&kAvx2Kernels);

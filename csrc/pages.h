@@ -121,4 +121,10 @@ struct PageKernels {
   void (*write_means)(const Pages& pages, const Queries& queries, const float* record, float* out, int64_t stride);
 };
 
+// What AVX-512 BF16 replaces of another instruction set's kernels.
+struct AttentionKernels {
+  decltype(PageKernels::attention_tiles) attention_tiles;
+  decltype(PageKernels::scratch_floats) scratch_floats;
+};
+
 }  // namespace kvilt

@@ -52,7 +52,7 @@ def _reference(device: torch.device, _threads: int | None) -> Ops:
 BACKENDS: Mapping[str, MakeOps] = MappingProxyType(
     {"native": partial(_native, "auto"), "triton": partial(_triton, torch.bfloat16, False), "reference": _reference}
 )
-_ISAS = ("amx", "avx512", "avxvnni", "avx2", "i8mm", "neon", "generic")
+_ISAS = ("amx", "avx512bf16", "avx512", "avxvnni", "avx2", "i8mm", "neon", "generic")
 # Native kernels of one instruction set, for bits (and KV) that several kinds of machine share; and the CUDA kernels
 # with weights, activations and KV in float32, beside which the usual ones can be judged.
 NARROWED: Mapping[str, MakeOps] = MappingProxyType(
@@ -68,7 +68,7 @@ _DETERMINISTIC: Mapping[str, MakeOps] = MappingProxyType(
 # Native kernels whose threads the system places, under the same names.
 _UNPLACED: Mapping[str, MakeOps] = MappingProxyType(
     {"native": partial(_native, "auto", numa=False)}
-    | {f"native/{isa}": partial(_native, isa, numa=False) for isa in ("avx512", "avx2", "generic")}
+    | {f"native/{isa}": partial(_native, isa, numa=False) for isa in _ISAS}
 )
 # All that can be asked for by name. Code is registered here, never state of a run: `register` belongs beside an import.
 _NAMED: dict[str, MakeOps] = {**BACKENDS, **NARROWED}

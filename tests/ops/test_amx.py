@@ -1,4 +1,4 @@
-"""Instruction sets that promise the bits of another one: AMX those of AVX-512, AVX-VNNI those of AVX2.
+"""Instruction sets that promise the bits of another one: AMX those of AVX-512 with BF16, AVX-VNNI those of AVX2.
 
 `amx-emulated` is the source of the AMX kernels with its tiles in plain C++, so every machine with AVX-512 tests it.
 """
@@ -9,25 +9,43 @@ from typing import Any
 
 import pytest
 import torch
+from test_attention_blocks import DTYPES, Drawn
 from test_native import PACKED, a_weight, random_blocks, with_outliers
 
 from kvilt.errors import Unsupported
-from kvilt.ops.contract import Routing
+from kvilt.ops.contract import AttentionMask, PageShape, Routing
+from kvilt.ops.kv_dtypes import FLOAT32, KVDtype
 from kvilt.ops.native.backend import NativeOps
 from kvilt.ops.routing import route
 
 pytestmark = pytest.mark.processor
-PAIRS = [("amx-emulated", "avx512"), ("amx", "avx512"), ("avxvnni", "avx2")]
+PAIRS = [("amx-emulated", "avx512"), ("amx", "avx512bf16"), ("avxvnni", "avx2")]
 ROWS = (1, 8, 9, 15, 16, 17, 40, 272)
+
+
+def of_both(one: str, other: str) -> tuple[NativeOps, NativeOps]:
+    try:
+        return NativeOps(3, one), NativeOps(1, other)
+    except Unsupported as missing:
+        pytest.skip(str(missing))
 
 
 @pytest.fixture(scope="module", params=PAIRS, ids=lambda pair: pair[0])
 def both(request: pytest.FixtureRequest) -> tuple[NativeOps, NativeOps]:
     """The one under test, on several threads, and the one whose bits it promises."""
-    try:
-        return NativeOps(3, request.param[0]), NativeOps(1, request.param[1])
-    except Unsupported as missing:
-        pytest.skip(str(missing))
+    return of_both(*request.param)
+
+
+@pytest.fixture(scope="module")
+def with_and_without_bfloat16() -> tuple[NativeOps, NativeOps]:
+    return of_both("avx512bf16", "avx512")
+
+
+def attention_of(ops: NativeOps, dtype: KVDtype) -> torch.Tensor:
+    """Of a long row, of which every block has queries of many positions, and of single tokens."""
+    rows = [(list(range(10)), list(range(150, 310))), (list(range(10, 20)), [0, 31, 33, 250])]
+    case = Drawn(PageShape(1, 32, 2, 64, 64, dtype), 3, AttentionMask(0.3), rows, 1)
+    return ops.attention(case.queries(), case.fill(ops), 0, case.paging(rows), case.mask).clone()
 
 
 def test_they_share_the_identity_of_kv(both: tuple[NativeOps, NativeOps]) -> None:
@@ -42,6 +60,21 @@ def test_products_have_the_same_bits(both: tuple[NativeOps, NativeOps], name: st
             residual = torch.randn(rows, 37)
             one, other = (ops.linear(x, ops.prepare(weight), bias, residual.clone()) for ops in both)
             assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda one: one.name)
+def test_attention_has_the_same_bits(both: tuple[NativeOps, NativeOps], dtype: KVDtype) -> None:
+    assert torch.equal(attention_of(both[0], dtype), attention_of(both[1], dtype))
+
+
+def test_weighing_values_in_bfloat16_has_an_identity_of_its_own(
+    with_and_without_bfloat16: tuple[NativeOps, NativeOps],
+) -> None:
+    one, other = with_and_without_bfloat16
+    assert one.numerics != other.numerics
+    for dtype in DTYPES:
+        same = torch.equal(attention_of(one, dtype), attention_of(other, dtype))
+        assert same == (dtype is FLOAT32), dtype.name
 
 
 @pytest.mark.parametrize("names", [("Q4_0", "Q4_0"), ("Q4_K", "Q6_K"), ("Q8_0", "F16"), ("F32", "BF16")], ids=str)

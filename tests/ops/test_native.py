@@ -201,6 +201,13 @@ def test_numerics_name_the_revision_of_the_kernels(monkeypatch: pytest.MonkeyPat
 
 def test_auto_takes_the_native_backend() -> None:
     assert select("auto", 1).name == "native"
+    assert select("auto", 1).numerics == NativeOps(1, ISAS[0]).numerics
+
+
+@pytest.mark.parametrize("numa", [True, False])
+@pytest.mark.parametrize("isa", ISAS)
+def test_every_instruction_set_can_be_asked_for(isa: str, numa: bool) -> None:
+    assert select(f"native/{isa}", 1, numa=numa).numerics == NativeOps(1, isa).numerics
 
 
 def test_torch_keeps_its_own_threads(ops: NativeOps) -> None:
@@ -245,16 +252,17 @@ def check_law_5(executor: Executor, ids: list[int], cuts: list[int], others: lis
                 assert torch.equal(executor.step([ids[last]], cache)[0], truth[last])
 
 
+@pytest.mark.parametrize("isa", ISAS)
 @settings(max_examples=examples(25), derandomize=True)
 @given(data=st.data())
-def test_law_5_on_a_tiny_model(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_law_5_on_a_tiny_model(isa: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     window = data.draw(st.sampled_from([None, 40]))
     dtype = data.draw(st.sampled_from(["float32", "float16", "bfloat16", "int8", "k8v4"]))
     threads = data.draw(st.sampled_from([1, 2, 3]))
     folder = tmp_path_factory.getbasetemp() / f"tiny-{window}"
     if not folder.exists():
         write_tiny(folder, sliding_window=window)
-    config = RunConfig(kv_memory=1 << 22, backend="native", kv_dtype=dtype, threads=threads)
+    config = RunConfig(kv_memory=1 << 22, backend=f"native/{isa}", kv_dtype=dtype, threads=threads)
     executor = load_executor(folder, config)
     torch.set_num_threads(1)
     ids = IDS[: data.draw(st.integers(2, 90))]
