@@ -25,7 +25,7 @@ from ..models.spec import ModelSpec, at_context, kv_layout
 from ..ops.contract import Ops, StateStore
 from ..ops.kv_dtypes import KV_DTYPES, check_kv_dtype
 from ..ops.select import check_name as check_backend
-from ..ops.select import select
+from ..ops.select import only_on_cpu, select
 from ..quant.formats import FORMATS
 from ..weights.source import Checkpoint, TensorSource, open_checkpoint
 from .device_memory import device_memory
@@ -139,7 +139,7 @@ def _checkpoints(config: RunConfig, states: int) -> CheckpointSchedule:
 def device_of(config: RunConfig) -> torch.device:
     """The device that a configuration asks for; an error names what there is."""
     if config.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device("cuda" if torch.cuda.is_available() and not only_on_cpu(config.backend) else "cpu")
     device = torch.device(config.device)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ParamError("device", f"{config.device} is not there: torch sees {torch.cuda.device_count()} CUDA devices")

@@ -86,6 +86,11 @@ def names() -> tuple[str, ...]:
     return ("auto", *_NAMED)
 
 
+def only_on_cpu(backend: str) -> bool:
+    """Whether a backend of that name has no kernels for other devices."""
+    return backend.partition("/")[0] == "native"
+
+
 def check_name(backend: str) -> None:
     """Refuse a name that is not registered, before anything is loaded."""
     if backend not in names():

@@ -37,6 +37,8 @@ def test_a_gpu_is_taken_where_there_is_one(monkeypatch: pytest.MonkeyPatch, ther
     monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
     assert load.device_of(RunConfig(device="auto")) == torch.device(expected)
     assert load.device_of(RunConfig(device="cpu")) == torch.device("cpu")
+    for backend in ("native", "native/avx2"):  # they have no kernels for a GPU
+        assert load.device_of(RunConfig(backend=backend)) == torch.device("cpu")
 
 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
