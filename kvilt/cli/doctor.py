@@ -22,7 +22,8 @@ from .inspect_view import size
 
 State = Literal["ok", "note", "broken"]
 _MARKS = {"ok": ("✓", "green"), "note": ("·", "yellow"), "broken": ("✗", "red")}
-_FLAGS = ("avx2", "fma", "avx512f", "avx512_vnni", "avx_vnni", "amx_int8", "amx_bf16", "asimd", "asimddp", "i8mm")
+_X86_FLAGS = ("avx2", "fma", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16")
+_ARM_FLAGS = ("asimd", "asimddp", "i8mm")
 _LEAST_FREE = 1 << 30
 # What a package is for, and the extra that installs it.
 _OPTIONAL = {
@@ -90,7 +91,7 @@ def _processor() -> Iterator[Finding]:
                 break
     except OSError:
         pass
-    known = [flag for flag in _FLAGS if flag in flags]
+    known = [flag for flag in (*_X86_FLAGS, *_ARM_FLAGS) if flag in flags]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     has = f"with {', '.join(known)}" if known else "(the system does not list its instruction sets)"
     yield Finding("processor", "ok", f"{platform.machine()}, {cores} cores to use, {has}")
