@@ -107,6 +107,13 @@ class LlamaCpp:
         self._vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
         self._resize(1, self.CONTEXT)
 
+    @property
+    def about(self) -> str:
+        """The version, and the instructions that its kernels use on this machine."""
+        said = self._lib.llama_print_system_info().decode()
+        used = [part.split(" = ")[0].split()[-1] for part in said.split("|") if part.strip().endswith("= 1")]
+        return f"llama-cpp-python {self._lib.__version__}: {', '.join(used)}"
+
     def _resize(self, rows: int, tokens: int) -> None:
         """A context for so many sequences and tokens, with flash attention."""
         lib = self._lib
