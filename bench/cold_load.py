@@ -23,6 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+
+from kvilt.quant.encode import quantize
 
 VOCABULARY = 49152
 LLAMA_8B = {"width": 4096, "inner": 14336, "layers": 32, "heads": 32, "kv_heads": 8, "head": 128, "experts": 0}
@@ -74,15 +77,16 @@ def write(path: Path, arch: str, of: dict[str, int], kind: str) -> None:
         out.add_expert_count(of["experts"])
         out.add_expert_used_count(8)
         out.add_expert_feed_forward_length(of["inner"])
-    tokens = [f"<{i}>" for i in range(VOCABULARY)]
+    bytes_ = [*range(33, 127), *range(161, 173), *range(174, 256), *range(256, 324)]  # as GPT-2 writes them
     out.add_tokenizer_model("gpt2")
     out.add_tokenizer_pre("gpt-2")
-    out.add_token_list(tokens)
+    out.add_token_list([*map(chr, bytes_), "th", *(f"<{i}>" for i in range(len(bytes_) + 1, VOCABULARY))])
+    out.add_token_merges(["t h"])
     out.add_token_types([1] * VOCABULARY)
     out.add_eos_token_id(0)
     type_ = gguf.GGMLQuantizationType[kind]
     elements, nbytes = gguf.GGML_QUANT_SIZES[type_]
-    some = gguf.quantize(np.random.default_rng(0).standard_normal((256, 4096), np.float32) * 0.02, type_).reshape(-1)
+    some = quantize(torch.randn(256, 4096, generator=torch.manual_seed(0)) * 0.02, kind).numpy().reshape(-1)
     names = list(tensors(arch, of))
     for name, shape in names:
         if len(shape) == 1 or "gate_inp" in name:
