@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from peers.memory import status_bytes
 
 from kvilt.quant.encode import quantize
 
@@ -122,25 +123,20 @@ def read_s(path: Path) -> float:
     return time.perf_counter() - started_s
 
 
-def private_bytes() -> int:
-    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return 1024 * int(fields["RssAnon"].split()[0])
-
-
 def load(path: Path) -> dict[str, Any]:
     """In a process of its own: seconds after the imports, and the largest private memory."""
     from kvilt.config import RunConfig
     from kvilt.executor.load import load_executor
 
-    most, done = [private_bytes()], threading.Event()
+    most, done = [status_bytes("RssAnon")], threading.Event()
 
     def watch() -> None:
         while not done.wait(0.05):
-            most.append(private_bytes())
+            most.append(status_bytes("RssAnon"))
 
     watching = threading.Thread(target=watch, daemon=True)
     watching.start()
-    before, started_s = private_bytes(), time.perf_counter()
+    before, started_s = status_bytes("RssAnon"), time.perf_counter()
     executor = load_executor(path, RunConfig(kv_memory=1 << 28, max_context=1024))
     seconds = time.perf_counter() - started_s
     done.set()

@@ -16,10 +16,10 @@ import os
 import sys
 import time
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from .engines import ENGINES, NATIVE, Engine, use_extension
+from .memory import status_bytes
 from .noise import RETRIES, Watch, wait_quiet
 from .workloads import Workload, prompts
 
@@ -28,14 +28,6 @@ WARM_S = 0.6
 
 def answer(result: dict[str, Any]) -> None:
     print("RESULT " + json.dumps(result), flush=True)
-
-
-def peak_bytes() -> int:
-    """The most resident memory this process has had."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM"):
-            return int(line.split()[1]) * 1024
-    return 0
 
 
 def warm_up(engine: Engine, rows: int) -> None:
@@ -86,7 +78,7 @@ def once(name: str, model: str, threads: int, prompt: int, new: int) -> None:
     engine = ENGINES[name](model, threads)
     loaded = time.time()
     timing = engine.generate(prompts(1, prompt), new)
-    answer({"loaded": loaded, "first": loaded + timing.first_s, "peak_bytes": peak_bytes()})
+    answer({"loaded": loaded, "first": loaded + timing.first_s, "peak_bytes": status_bytes("VmHWM")})
     sys.stdout.flush()
     os._exit(0)  # some runtimes crash on their way out
 
@@ -105,7 +97,7 @@ def long(name: str, model: str, threads: int, prompt: int, new: int) -> None:
 def torch_alone() -> None:
     import torch  # noqa: F401
 
-    answer({"first": time.time(), "peak_bytes": peak_bytes()})
+    answer({"first": time.time(), "peak_bytes": status_bytes("VmHWM")})
 
 
 def machine(threads: int, size: int) -> None:
