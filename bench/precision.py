@@ -156,7 +156,7 @@ def precision(model: str, subjects: list[Subject], ids: Path, folder: Path, thre
     for subject in subjects:
         mean, high, same = divergence(truth, logits_of(subject, model, ids, folder / "other.npy", threads))
         name = Path(model).stem
-        print(f"| {name} | {subject.label} | {mean:.5f} | {high:.4f} | {100 * same:.1f} % |", flush=True)
+        print(f"| {name} | {subject.label} | {mean:.3g} | {high:.3g} | {100 * same:.1f} % |", flush=True)
 
 
 def speeds(model: str, subjects: list[Subject], ids: Path, options: argparse.Namespace) -> None:
