@@ -24,6 +24,7 @@ from .progress import bars
 from .serve import check_port, default_name, loop_factory, serve_config, server_record, warn_of_access
 
 if TYPE_CHECKING:
+    from ..server.config import ServeConfig
     from ..server.model_router.listener import RouterServer
     from ..server.model_router.model_process import RoutedModel
 
@@ -49,33 +50,21 @@ def serve_models(
     except ImportError as error:
         raise Unsupported(f"the server needs {error.name}; install it with: pip install 'kvilt[server]'") from None
     names = _names(models, options)
-    for name in _ONE_MODEL:
-        if options[name]:
-            flag = f"--{name.replace('_', '-')}"
-            raise ParamError(name, f"{flag} is for one model; leave it out, or serve that model alone")
-    settings = dataclasses.replace(
-        serve_config(models[0], {**options, "served_model_name": [names[0]]}, store["store"]),
-        names=tuple(names),
-    )
+    settings = _settings(models[0], names, options, store)
     memory_bytes = available_memory_bytes() if memory is None else parse_bytes(memory, "models_memory")
     configure_logs(options["log_level"], options["log_format"])
-    check_port("port", settings.host, settings.port)
-    if settings.metrics_port is not None:
-        check_port("metrics_port", settings.metrics_host, settings.metrics_port)
     warn_of_access(settings, options, by_user=True)
     admin_key = settings.admin_key or secrets.token_hex(32)
-    routed, served = [], []
-    with bars() as shown:
-        for name, source in zip(names, models, strict=True):
-            own = {
-                "options": _own_options(name, options, store, admin_key, list(settings.api_keys)),
-                "engine": engine,
-                "store": store,
-                "config": config,
-            }
-            path = resolve(source, shown.fetching)
-            routed.append(_routed(name, source, path, own))
-            served.append(ServedModel((name,), source, str(path.resolve()), file_identity(path)))
+    own = {
+        name: {
+            "options": _own_options(name, options, store, admin_key, list(settings.api_keys)),
+            "engine": engine,
+            "store": store,
+            "config": config,
+        }
+        for name in names
+    }
+    routed, served = _fetched(dict(zip(names, models, strict=True)), own)
 
     async def run() -> None:
         kv_memory = config["kv_memory"]
@@ -109,6 +98,30 @@ def _names(models: list[str], options: dict[str, Any]) -> list[str]:
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ParamError("model", f"two models would be called {twice[0]!r}; name them with --served-model-name")
     return names
+
+
+def _settings(first: str, names: list[str], options: dict[str, Any], store: dict[str, Any]) -> ServeConfig:
+    """What the router listens with; its ports are free."""
+    for name in _ONE_MODEL:
+        if options[name]:
+            flag = f"--{name.replace('_', '-')}"
+            raise ParamError(name, f"{flag} is for one model; leave it out, or serve that model alone")
+    made = serve_config(first, {**options, "served_model_name": [names[0]]}, store["store"])
+    check_port("port", made.host, made.port)
+    if made.metrics_port is not None:
+        check_port("metrics_port", made.metrics_host, made.metrics_port)
+    return dataclasses.replace(made, names=tuple(names))
+
+
+def _fetched(models: dict[str, str], own: dict[str, dict[str, Any]]) -> tuple[list[RoutedModel], list[ServedModel]]:
+    """All models on this machine, fetched where they are not: for the router, and for those who look for a server."""
+    routed, served = [], []
+    with bars() as shown:
+        for name, source in models.items():
+            path = resolve(source, shown.fetching)
+            routed.append(_routed(name, source, path, own[name]))
+            served.append(ServedModel((name,), source, str(path.resolve()), file_identity(path)))
+    return routed, served
 
 
 def _routed(name: str, source: str, path: Path, own: dict[str, Any]) -> RoutedModel:
