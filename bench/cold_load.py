@@ -2,10 +2,10 @@
 
     python bench/cold_load.py [--shape 8b] [--format Q4_0] [--folder /tmp] [--rounds 2] [--layers N]
 
-Writes a GGUF file with random weights in the shape of Llama-3.1-8B or of Qwen3-30B-A3B (with the gguf package of the
-test extra; --keep leaves it there). A round reads the file from beginning to end, and then loads it with kvilt in a
-process of its own, each time after the system was asked to forget the file. Memory is the largest of all private memory
-of that process (its mapped file is not counted), beside the bytes of the file.
+Writes a GGUF file with random weights in the shape of Llama-3.1-8B, Qwen3-30B-A3B or SmolLM2-135M (with the gguf
+package of the test extra; --keep leaves it there). A round reads the file from beginning to end, and then loads it with
+kvilt in a process of its own, each time after the system was asked to forget the file. Memory is the largest of all
+private memory of that process (its mapped file is not counted), beside the bytes of the file.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from kvilt.quant.encode import quantize
 VOCABULARY = 49152
 LLAMA_8B = {"width": 4096, "inner": 14336, "layers": 32, "heads": 32, "kv_heads": 8, "head": 128, "experts": 0}
 QWEN3_30B = {"width": 2048, "inner": 768, "layers": 48, "heads": 32, "kv_heads": 4, "head": 128, "experts": 128}
-SHAPES = {"8b": ("llama", LLAMA_8B), "30b-a3b": ("qwen3moe", QWEN3_30B)}
+SMOLLM2 = {"width": 576, "inner": 1536, "layers": 30, "heads": 9, "kv_heads": 3, "head": 64, "experts": 0}
+SHAPES = {"8b": ("llama", LLAMA_8B), "30b-a3b": ("qwen3moe", QWEN3_30B), "135m": ("llama", SMOLLM2)}
 PIECE = 8 << 20
 
 
