@@ -251,27 +251,23 @@ inline void round_weights(const Pages& pages, const VisibleRange& visible, float
     _mm512_storeu_si512(to + 2 * i, to_bfloats(load(weights + i), load(weights + i + 16)));
 }
 
-template <typename Loader, int M, int V>
-inline void sum_dims(const Pages& pages, const Tile& tile, int64_t from, int64_t to, const float* weights, bool fresh,
-                     int64_t dim, float* sums) {
-  if constexpr (Loader::kPairs) weighted_pair_sum_dims<Loader, M, V>(pages, tile, from, to, weights, fresh, dim, sums);
-  else weighted_sum_dims<Loader, M, V>(pages, tile, from, to, weights, fresh, dim, sums);
-}
 #else
-template <typename Loader, int M, int V>
-inline void sum_dims(const Pages& pages, const Tile& tile, int64_t from, int64_t to, const float* weights, bool fresh,
-                     int64_t dim, float* sums) {
-  weighted_sum_dims<Loader, M, V>(pages, tile, from, to, weights, fresh, dim, sums);
-}
 inline void round_weights(const Pages&, const VisibleRange&, float*) {}
 #endif
 
+template <typename Loader, int M, int V>
+inline void sum_dims(const Pages& pages, const Tile& tile, int64_t from, int64_t to, const float* weights, bool fresh,
+                     int64_t dim, float* sums) {
+#if defined(__AVX512BF16__)
+  if constexpr (Loader::kPairs)
+    return weighted_pair_sum_dims<Loader, M, V>(pages, tile, from, to, weights, fresh, dim, sums);
+#endif
+  weighted_sum_dims<Loader, M, V>(pages, tile, from, to, weights, fresh, dim, sums);
+}
+
 // The first token of its pair, and the first token of the next pair unless it is the first of its own.
 inline int64_t pair_below(const Pages& pages, int64_t token) { return token - token % pages.page_tokens % 2; }
-inline int64_t pair_above(const Pages& pages, int64_t token) {
-  if (token % pages.page_tokens % 2 == 0) return token;
-  return (token + 1) % pages.page_tokens ? token + 1 : (token / pages.page_tokens + 1) * pages.page_tokens;
-}
+inline int64_t pair_above(const Pages& pages, int64_t token) { return token + token % pages.page_tokens % 2; }
 
 template <typename Loader, int M>
 inline void weighted_sum(const Pages& pages, const Tile& tile, int64_t from, int64_t to, const float* weights,
