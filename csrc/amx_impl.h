@@ -1,324 +1,279 @@
-// Products of many rows with packed weights, by tiles of AMX.
+// Products with packed weights by tiles of AMX, in bfloat16.
 //
-// A tile multiplies sixteen rows with a block of 32 inputs of sixteen outputs. Its sums are whole numbers, the same as
-// those of AVX-512 VNNI, and the scales are applied in the same order, so that a result has the bits that the AVX-512
-// kernels give. Those take what has eight rows or fewer, and weights that are not packed.
+// A tile of weights has sixteen outputs and 32 inputs, a tile of activations those inputs of up to sixteen rows (a wide
+// group), and a tile of sums is added to in float32 over all inputs. An element of a sum gets the same operations in the
+// same order whatever else its tile has, so a row alone has the bits of a row among others.
 //
-// The codes of a few blocks are unpacked once, into a buffer that stays in the nearest cache, for all rows of a call.
+// Many rows: the weights of some blocks are unpacked once for all of them, and two tiles of outputs are multiplied with two
+// of rows together, so that a load serves two products. Few rows: unpacking takes longer than multiplying, so the tiles
+// multiply one block while the next one is unpacked.
 #pragma once
-#include <array>
-#include <utility>
+#include <memory>
 
 #include "amx_tiles.h"
-#include "blocks_impl.h"
 #include "elementwise_impl.h"
+#include "embed_impl.h"
 #include "kernel_table.h"
+#include "row_weights_impl.h"
+#include "transpose_impl.h"
 
 namespace kvilt::KVILT_ISA {
 
-constexpr int kWide = kWideGroup;
-constexpr int64_t kBlocksAtOnce = 16;  // blocks whose codes are unpacked at once
-constexpr int64_t kMostGroups = 32;    // groups of rows whose sums are held at once
-constexpr int64_t kMostRows = kMostGroups * kRowGroup;
-constexpr int kSums = kWide * kTile;            // of a tile
-constexpr int kUnpackedBytes = kBlock * kTile;  // of a block's codes
+constexpr int kWide = 2 * kRowGroup;   // rows of a tile
+constexpr int64_t kSlots = 8;          // tiles of outputs of a call
+constexpr int64_t kMostGroups = 64;    // groups of rows of a call
+constexpr int64_t kBlocksAtOnce = 16;  // whose weights are unpacked at once
+constexpr int kSums = kTile * kWide;   // of a tile
 
-// Some blocks of a tile: codes as bytes, scales as floats.
-template <WeightKind K>
-struct UnpackedBlocks {
-  alignas(64) uint8_t codes[kBlocksAtOnce][kUnpackedBytes];
-  TileScales scales[kBlocksAtOnce];
+using WideSums = float[kMostGroups / 2][kSums];  // of each wide group: [output][row]
+struct Room {
+  alignas(64) uint16_t weights[2][kBlocksAtOnce][kBlockNumbers];
+  alignas(64) WideSums sums[kSlots];
 };
+inline Room& room_of_thread() {
+  static thread_local const std::unique_ptr<Room> room = std::make_unique<Room>();
+  return *room;
+}
 
-// Reads the blocks of a tile one after the other.
-template <WeightKind K>
-struct BlockReader {
-  using F = PackedFormat<K>;
-  const uint8_t* at;
-  int64_t block = 0;
-  f32x16 factor = {}, low_factor = {};
+// A tile of outputs of one weight.
+struct Slot {
+  const PackedWeight* weight;
+  int64_t tile;
 
-  void read(int64_t count, UnpackedBlocks<K>& to) {
-    for (int64_t i = 0; i < count; ++i, ++block, at += F::block) {
-      if constexpr (F::k)
-        if (block % kSuperBlock == 0) {
-          factor = load_half(reinterpret_cast<const uint16_t*>(at));
-          if constexpr (F::minimum) low_factor = load_half(reinterpret_cast<const uint16_t*>(at + 2 * kTile));
-          at += F::header;
-        }
-      const Codes<F::coding> codes(at, 0);
-      for (int step = 0; step < 8; ++step) _mm512_store_si512(to.codes[i] + 64 * step, codes.v[step]);
-      to.scales[i] = scales_of<K>(at + F::codes, factor, low_factor);
-    }
+  const uint8_t* data() const { return weight->data + tile * tile_bytes(weight->kind, weight->inputs); }
+  // Blocks [first, first + count) as bfloat16, in `room` unless they are that already.
+  const uint16_t* blocks(int64_t first, int64_t count, uint16_t* room) const {
+    if (weight->kind == WeightKind::kBfloat16) return reinterpret_cast<const uint16_t*>(data()) + first * kBlockNumbers;
+    kUnpacks[int(weight->kind)](data(), first, count, room);
+    return room;
   }
 };
 
-// Tiles 0 to 3 hold sums, 4 and 5 rows, 6 and 7 codes. Formats with two scales for a block take its halves apart.
-inline void configure(int rows, bool halves) {
+// Up to sixteen rows, of which the first is a multiple of it.
+struct WideGroup {
+  const uint16_t* values;
+  int64_t rows, step;  // numbers from block to block
+
+  WideGroup(const QuantizedRows& x, int64_t wide)
+      : values(reinterpret_cast<const uint16_t*>(x.values) + wide * kWide * kBlock),
+        rows(x.rows - wide * kWide < kWide ? x.rows - wide * kWide : kWide), step(x.rows * kBlock) {}
+  const uint16_t* block(int64_t b) const { return values + b * step; }
+  int64_t stride() const { return 4 * rows; }  // bytes from pair to pair of a block
+};
+
+// Tiles 0 and 2 hold sums of the first of two wide groups, 1 and 3 of the second; 4 and 5 weights; 6 and 7 the groups.
+inline void configure(const WideGroup& first, const WideGroup& second) {
   TileShapes shapes;
-  for (int tile = 0; tile < 4; ++tile) shapes.set(tile, rows, 64);
-  for (int tile = 4; tile < 6; ++tile) shapes.set(tile, rows, halves ? 16 : 32);
-  for (int tile = 6; tile < 8; ++tile) shapes.set(tile, halves ? 4 : 8, 64);
+  for (int tile = 0; tile < 4; ++tile) shapes.set(tile, kTile, int(4 * (tile % 2 ? second : first).rows));
+  for (int tile = 4; tile < 6; ++tile) shapes.set(tile, kTile, 2 * kBlock);
+  for (int tile = 6; tile < 8; ++tile) shapes.set(tile, kBlock / 2, int(4 * (tile % 2 ? second : first).rows));
   configure_tiles(shapes);
 }
 
-// The sums of a block. Two blocks are under way at a time, each with its own tiles.
-template <bool kHalves, int kSlot>
-inline __attribute__((always_inline)) void multiply(const int8_t* values, const uint8_t* codes, int32_t* sums) {
-  if constexpr (kHalves) {
-    KVILT_TILE_LOAD(4, values, kBlock);
-    KVILT_TILE_LOAD(5, values + 16, kBlock);
-    KVILT_TILE_LOAD(6, codes, 64);
-    KVILT_TILE_LOAD(7, codes + 256, 64);
-    if constexpr (kSlot == 0) {
-      KVILT_TILE_ZERO(0);
-      KVILT_TILE_ZERO(1);
-      KVILT_TILE_MULTIPLY(0, 4, 6);
-      KVILT_TILE_MULTIPLY(1, 5, 7);
-      KVILT_TILE_STORE(0, sums, 64);
-      KVILT_TILE_STORE(1, sums + kSums, 64);
-    } else {
-      KVILT_TILE_ZERO(2);
-      KVILT_TILE_ZERO(3);
-      KVILT_TILE_MULTIPLY(2, 4, 6);
-      KVILT_TILE_MULTIPLY(3, 5, 7);
-      KVILT_TILE_STORE(2, sums, 64);
-      KVILT_TILE_STORE(3, sums + kSums, 64);
-    }
-  } else if constexpr (kSlot == 0) {
-    KVILT_TILE_LOAD(4, values, kBlock);
-    KVILT_TILE_LOAD(6, codes, 64);
+inline void prefetch_tile(const uint16_t* p) {
+  for (int line = 0; line < 16; ++line) __builtin_prefetch(p + 32 * line);
+}
+
+// Some blocks of one or two tiles of outputs with one or two wide groups: adds to sums[output tile][group].
+template <int T, int G>
+inline void multiply(const uint16_t* const (&weights)[2], const WideGroup& one, const WideGroup& two, int64_t b,
+                     int64_t blocks, float* const (&sums)[2][2]) {
+  if (b == 0) {
     KVILT_TILE_ZERO(0);
-    KVILT_TILE_MULTIPLY(0, 4, 6);
-    KVILT_TILE_STORE(0, sums, 64);
+    if constexpr (G == 2) KVILT_TILE_ZERO(1);
+    if constexpr (T == 2) KVILT_TILE_ZERO(2);
+    if constexpr (T == 2 && G == 2) KVILT_TILE_ZERO(3);
   } else {
-    KVILT_TILE_LOAD(5, values, kBlock);
-    KVILT_TILE_LOAD(7, codes, 64);
-    KVILT_TILE_ZERO(1);
-    KVILT_TILE_MULTIPLY(1, 5, 7);
-    KVILT_TILE_STORE(1, sums, 64);
+    KVILT_TILE_LOAD(0, sums[0][0], 64);
+    if constexpr (G == 2) KVILT_TILE_LOAD(1, sums[0][1], 64);
+    if constexpr (T == 2) KVILT_TILE_LOAD(2, sums[1][0], 64);
+    if constexpr (T == 2 && G == 2) KVILT_TILE_LOAD(3, sums[1][1], 64);
   }
+  for (int64_t i = 0; i < blocks; ++i) {
+    const uint16_t *first = one.block(b + i), *second = two.block(b + i);
+    KVILT_TILE_LOAD(4, weights[0] + i * kBlockNumbers, 64);
+    KVILT_TILE_LOAD(6, first, one.stride());
+    prefetch_tile(weights[0] + (i + 1) * kBlockNumbers);
+    prefetch_tile(first + one.step);
+    KVILT_TILE_MULTIPLY(0, 4, 6);
+    if constexpr (G == 2) KVILT_TILE_LOAD(7, second, two.stride());
+    if constexpr (G == 2) prefetch_tile(second + two.step);
+    if constexpr (G == 2) KVILT_TILE_MULTIPLY(1, 4, 7);
+    if constexpr (T == 2) KVILT_TILE_LOAD(5, weights[1] + i * kBlockNumbers, 64);
+    if constexpr (T == 2) prefetch_tile(weights[1] + (i + 1) * kBlockNumbers);
+    if constexpr (T == 2) KVILT_TILE_MULTIPLY(2, 5, 6);
+    if constexpr (T == 2 && G == 2) KVILT_TILE_MULTIPLY(3, 5, 7);
+  }
+  KVILT_TILE_STORE(0, sums[0][0], 64);
+  if constexpr (G == 2) KVILT_TILE_STORE(1, sums[0][1], 64);
+  if constexpr (T == 2) KVILT_TILE_STORE(2, sums[1][0], 64);
+  if constexpr (T == 2 && G == 2) KVILT_TILE_STORE(3, sums[1][1], 64);
 }
 
-// One row's sums of a block, scaled: the operations of `add_block` in its order. `floats` are `width` apart.
-template <WeightKind K>
-inline __attribute__((always_inline)) f32x16 add_sums(f32x16 total, const int32_t* sums, const TileScales& of,
-                                                      const float* floats, int64_t width) {
-  using F = PackedFormat<K>;
-  const auto whole = [](const int32_t* p)
-                         __attribute__((always_inline)) { return to_float(i32x16{_mm512_load_si512(p)}); };
-  total = fma(whole(sums), of.scale[0] * floats[0], total);
-  if constexpr (F::halves) {
-    total = fma(of.low[0], floats[2 * width], total);
-    total = fma(whole(sums + kSums), of.scale[1] * floats[0], total);
-    return fma(of.low[1], floats[3 * width], total);
-  } else if constexpr (F::minimum || F::offset != 0 || F::signed_codes) {
-    return fma(of.low[0], floats[width], total);
-  }
-  return total;
-}
-
-// Sixteen rows: their totals stay in registers. What `ahead` points to is asked for meanwhile, unless it is null: a few
-// lines with each block, since a core can wait for few at a time.
-template <WeightKind K>
-void add_blocks(const UnpackedBlocks<K>& w, int64_t blocks, const int8_t* values, const float* floats, float* totals,
-                const uint8_t* ahead) {
-  constexpr bool kHalves = PackedFormat<K>::halves;
-  alignas(64) int32_t sums[2][2 * kSums];
-  f32x16 total[kWide];
-#pragma GCC unroll 16
-  for (int r = 0; r < kWide; ++r) total[r] = load(totals + r * kTile);
-  const auto apply = [&](int64_t b, const int32_t* from) __attribute__((always_inline)) {
-    if (ahead)
-      for (int line = 0; line < PackedFormat<K>::block; line += 64)
-        __builtin_prefetch(ahead + b * PackedFormat<K>::block + line);
-#pragma GCC unroll 16
-    for (int r = 0; r < kWide; ++r)
-      total[r] = add_sums<K>(total[r], from + r * kTile, w.scales[b], floats + b * 4 * kWide + r, kWide);
+// One or two tiles of outputs with all blocks of one or two wide groups: unpacks a block while the one before is
+// multiplied.
+template <int T, int G>
+inline void multiply_few(const Slot* slots, const QuantizedRows& x, const WideGroup& one, const WideGroup& two,
+                         Room& room, WideSums* sums) {
+  const auto unpack = [&](int64_t b, const uint16_t*(&to)[T]) {
+    for (int slot = 0; slot < T; ++slot) to[slot] = slots[slot].blocks(b, 1, room.weights[slot][b % kBlocksAtOnce]);
   };
-  const auto row_block = [&](int64_t b) { return values + b * kWide * kBlock; };
-  multiply<kHalves, 0>(row_block(0), w.codes[0], sums[0]);
-  for (int64_t b = 0; b + 1 < blocks; b += 2) {
-    multiply<kHalves, 1>(row_block(b + 1), w.codes[b + 1], sums[1]);
-    apply(b, sums[0]);
-    if (b + 2 < blocks) multiply<kHalves, 0>(row_block(b + 2), w.codes[b + 2], sums[0]);
-    apply(b + 1, sums[1]);
+  const uint16_t *weights[T], *next[T] = {};
+  KVILT_TILE_ZERO(0);
+  KVILT_TILE_ZERO(1);
+  KVILT_TILE_ZERO(2);
+  KVILT_TILE_ZERO(3);
+  unpack(0, weights);
+  for (int64_t b = 0; b < x.blocks; ++b) {
+    if (b + 1 < x.blocks) unpack(b + 1, next);
+    KVILT_TILE_LOAD(4, weights[0], 64);
+    KVILT_TILE_LOAD(6, one.block(b), one.stride());
+    KVILT_TILE_MULTIPLY(0, 4, 6);
+    if constexpr (G == 2) KVILT_TILE_LOAD(7, two.block(b), two.stride());
+    if constexpr (G == 2) KVILT_TILE_MULTIPLY(1, 4, 7);
+    if constexpr (T == 2) KVILT_TILE_LOAD(5, weights[T - 1], 64);
+    if constexpr (T == 2) KVILT_TILE_MULTIPLY(2, 5, 6);
+    if constexpr (T == 2 && G == 2) KVILT_TILE_MULTIPLY(3, 5, 7);
+    for (int slot = 0; slot < T; ++slot) weights[slot] = next[slot];
   }
-  if (blocks % 2) apply(blocks - 1, sums[0]);
-#pragma GCC unroll 16
-  for (int r = 0; r < kWide; ++r) store(totals + r * kTile, total[r]);
+  KVILT_TILE_STORE(0, sums[0][0], 64);
+  if constexpr (G == 2) KVILT_TILE_STORE(1, sums[0][1], 64);
+  if constexpr (T == 2) KVILT_TILE_STORE(2, sums[T - 1][0], 64);
+  if constexpr (T == 2 && G == 2) KVILT_TILE_STORE(3, sums[T - 1][1], 64);
 }
 
-// Nine to fifteen rows, the last of a batch.
-template <WeightKind K>
-void add_blocks_of_last(const UnpackedBlocks<K>& w, int64_t blocks, int64_t rows, const int8_t* values,
-                        const float* floats, float* totals) {
-  alignas(64) int32_t sums[2 * kSums];
-  for (int64_t b = 0; b < blocks; ++b, values += rows * kBlock, floats += 4 * rows) {
-    multiply<PackedFormat<K>::halves, 0>(values, w.codes[b], sums);
-    for (int64_t r = 0; r < rows; ++r) {
-      float* at = totals + r * kTile;
-      store(at, add_sums<K>(load(at), sums + r * kTile, w.scales[b], floats + r, rows));
+// Up to two tiles of outputs with any number of wide groups.
+inline void multiply_many(const Slot* slots, int64_t count, const QuantizedRows& x, int64_t first, int64_t last,
+                          int64_t b, Room& room, WideSums* sums) {
+  const int64_t blocks = x.blocks - b < kBlocksAtOnce ? x.blocks - b : kBlocksAtOnce, other = count - 1;
+  const uint16_t* weights[2] = {};
+  for (int64_t slot = 0; slot < count; ++slot) weights[slot] = slots[slot].blocks(b, blocks, room.weights[slot][0]);
+  bool whole = true;  // tiles are configured for wide groups of sixteen rows
+  configure(WideGroup(x, first), WideGroup(x, first));
+  for (int64_t wide = first; wide < last; wide += 2) {
+    const int64_t at = wide - first, beside = wide + 1 < last;
+    const WideGroup one(x, wide), two(x, wide + beside);
+    if (two.rows < kWide && whole) {
+      configure(one, two);
+      whole = false;
     }
+    float* const to[2][2] = {{sums[0][at], sums[0][at + beside]}, {sums[other][at], sums[other][at + beside]}};
+    if (count == 2 && beside) multiply<2, 2>(weights, one, two, b, blocks, to);
+    else if (count == 2) multiply<2, 1>(weights, one, two, b, blocks, to);
+    else if (beside) multiply<1, 2>(weights, one, two, b, blocks, to);
+    else multiply<1, 1>(weights, one, two, b, blocks, to);
   }
 }
 
-// The remainders of all rows, block by block, so that a block's codes are unpacked once.
-template <WeightKind K>
-void add_all_remainders(const uint8_t* w, const QuantizedRows& x, int64_t first, int64_t last, float* totals) {
-  using F = PackedFormat<K>;
-  int32_t next[kMostGroups] = {};
-  const auto block_of = [&](int64_t group) {
-    const int32_t* found = x.remainders_of(group);
-    const int32_t i = next[group - first];
-    return i < found[0] ? int64_t(found[1 + i]) / kRowGroup : x.blocks;
-  };
-  while (true) {
-    int64_t block = x.blocks;
-    for (int64_t group = first; group < last; ++group) block = block_of(group) < block ? block_of(group) : block;
-    if (block == x.blocks) return;
-    const uint8_t* super = w + F::tile_bytes(block / kSuperBlock * kSuperBlock);
-    const uint8_t* at = super + F::header + block % kSuperBlock * F::block;
-    f32x16 factor = {}, low_factor = {};
-    if constexpr (F::k) factor = load_half(reinterpret_cast<const uint16_t*>(super));
-    if constexpr (F::k && F::minimum) low_factor = load_half(reinterpret_cast<const uint16_t*>(super + 2 * kTile));
-    const TileScales scales = scales_of<K>(at + F::codes, factor, low_factor);
-    const Codes<F::coding> codes(at, 0);
-    for (int64_t group = first; group < last; ++group)
-      for (; block_of(group) == block; ++next[group - first]) {
-        const int64_t i = next[group - first], place = group * kRowGroup * x.blocks + i;
-        const int64_t row = (group - first) * kRowGroup + x.remainders_of(group)[1 + i] % kRowGroup;
-        float* total = totals + row * kTile;
-        store(total, add_block<K, 1>(load(total), codes, 0, x.remainder_values + place * kBlock,
-                                     x.remainder_floats + place * 4, [&]() -> const TileScales& { return scales; }));
-      }
-  }
-}
-
-// The rows of groups [first, last), an even number of them, through one tile: totals [rows][16].
-template <WeightKind K>
-void wide_product(const uint8_t* w, const QuantizedRows& x, int64_t first, int64_t last, float* totals) {
-  constexpr bool kHalves = PackedFormat<K>::halves;
-  const int64_t from = first * kRowGroup, to = x.rows < last * kRowGroup ? x.rows : last * kRowGroup;
-  const int64_t whole = from + (to - from) / kWide * kWide;
-  std::memset(totals, 0, size_t(to - from) * kTile * sizeof(float));
-  UnpackedBlocks<K> blocks;
-  BlockReader<K> reader{w};
-  configure(kWide, kHalves);
-  for (int64_t b = 0; b < x.blocks; b += kBlocksAtOnce) {
-    const int64_t count = x.blocks - b < kBlocksAtOnce ? x.blocks - b : kBlocksAtOnce;
-    reader.read(count, blocks);
-    for (int64_t row = from; row < whole; row += kWide) {
-      const int64_t at = row * x.blocks + b * kWide;
-      add_blocks<K>(blocks, count, x.values + at * kBlock, x.floats + at * 4, totals + (row - from) * kTile,
-                    row == from ? reader.at : nullptr);
-    }
-    if (whole == to) continue;
-    configure(int(to - whole), kHalves);
-    const int64_t at = whole * x.blocks + b * (to - whole);
-    add_blocks_of_last<K>(blocks, count, to - whole, x.values + at * kBlock, x.floats + at * 4,
-                          totals + (whole - from) * kTile);
-    configure(kWide, kHalves);
+// The sums of some slots and of the wide groups [first, last).
+inline void multiply_slots(const Slot* slots, int64_t count, const QuantizedRows& x, int64_t first, int64_t last,
+                           WideSums* sums) {
+  Room& room = room_of_thread();
+  if (last - first <= 2) {
+    const WideGroup one(x, first), two(x, last - 1);
+    const auto few = last - first == 2 ? multiply_few<2, 2> : multiply_few<2, 1>;
+    const auto rest = last - first == 2 ? multiply_few<1, 2> : multiply_few<1, 1>;
+    configure(one, two);
+    for (int64_t slot = 0; slot < count; slot += 2)
+      (slot + 1 < count ? few : rest)(slots + slot, x, one, two, room, sums + slot);
+  } else {
+    for (int64_t b = 0; b < x.blocks; b += kBlocksAtOnce)
+      for (int64_t slot = 0; slot < count; slot += 2)
+        multiply_many(slots + slot, count - slot < 2 ? 1 : 2, x, first, last, b, room, sums + slot);
   }
   release_tiles();
-  add_all_remainders<K>(w, x, first, last, totals);
 }
 
-using WideProduct = void (*)(const uint8_t* w, const QuantizedRows& x, int64_t first, int64_t last, float* totals);
-
-// Weights that are not packed, where the other part of a gate is.
-template <WeightKind K>
-void plain_product(const uint8_t* w, const QuantizedRows& x, int64_t first, int64_t last, float* totals) {
-  for (int64_t group = first; group < last; ++group, totals += kRowGroup * kTile) {
-    const float* plain = x.plain + group * kRowGroup * x.inputs;
-    f32x16 total[kRowGroup] = {};
-    for (int64_t k = 0; k < x.inputs; ++k) {
-      const f32x16 column = load_weights<K>(w, k * kTile);
-      for (int64_t r = 0; r < x.count(group); ++r) total[r] = fma(column, plain[r * x.inputs + k], total[r]);
+// Sums of one slot, also with weights that are multiplied as they are: where the other part of a gate is packed.
+inline void multiply_one(const Slot& slot, const QuantizedRows& x, int64_t first, int64_t last, WideSums& sums) {
+  if (slot.weight->kind != WeightKind::kFloat32) return multiply_slots(&slot, 1, x, first, last, &sums);
+  for (int64_t wide = first; wide < last; ++wide)
+    for (int64_t row = 0; row < WideGroup(x, wide).rows; ++row) {
+      const float* plain = x.plain + (wide * kWide + row) * x.inputs;
+      f32x16 total = {};
+      for (int64_t k = 0; k < x.inputs; ++k)
+        total = fma(load_weights<WeightKind::kFloat32>(slot.data(), k * kTile), plain[k], total);
+      alignas(64) float outputs[kTile];
+      store(outputs, total);
+      for (int output = 0; output < kTile; ++output) sums[wide - first][output * kWide + row] = outputs[output];
     }
-    for (int64_t r = 0; r < x.count(group); ++r) store(totals + r * kTile, total[r]);
+}
+
+// A group of rows as bfloat16; see QuantizedRows.
+inline void round_rows(const QuantizedRows& x, int64_t group) {
+  constexpr int kPairs = kBlock / 2;
+  const int64_t rows = x.count(group), width = WideGroup(x, group / 2).rows;
+  auto* out = reinterpret_cast<float*>(x.values) + group / 2 * kWide * kPairs + group % 2 * kRowGroup;
+  alignas(64) float pairs[kRowGroup][kPairs];  // bits; they are only moved
+  for (int64_t b = 0; b < x.blocks; ++b, out += kPairs * x.rows) {
+    for (int64_t r = 0; r < rows; ++r) {
+      const RowBlocks blocks(x, group * kRowGroup + r);
+      _mm512_store_si512(pairs[r], to_bfloats(load(blocks[b]), load(blocks[b] + 16)));
+    }
+    if (rows == kRowGroup)
+      for (int pair = 0; pair < kPairs; pair += 8) transpose_8(pairs[0] + pair, kPairs, out + pair * width, width);
+    else
+      for (int pair = 0; pair < kPairs; ++pair)
+        for (int64_t r = 0; r < rows; ++r) std::memcpy(out + pair * width + r, &pairs[r][pair], sizeof(float));
   }
 }
 
-constexpr bool is_packed(WeightKind kind) { return kind > WeightKind::kBfloat16; }
-
-template <WeightKind K>
-constexpr WideProduct wide_product_of() {
-  if constexpr (is_packed(K)) return wide_product<K>;
-  else return plain_product<K>;
-}
-template <int... K>
-constexpr std::array<WideProduct, kWeightKinds> all_wide_products(std::integer_sequence<int, K...>) {
-  return {wide_product_of<WeightKind(K)>()...};
-}
-constexpr std::array<WideProduct, kWeightKinds> kWideProducts =
-    all_wide_products(std::make_integer_sequence<int, kWeightKinds>());
-
-inline void run_product(const PackedWeight& w, int64_t tile, const QuantizedRows& x, int64_t first, int64_t last,
-                        float* totals) {
-  kWideProducts[int(w.kind)](w.data + tile * tile_bytes(w.kind, w.inputs), x, first, last, totals);
-}
-
-inline void quantize_wide(const QuantizedRows& x, int64_t group) { quantize_group<kWide>(x, group); }
-
-// Calls work(first, last) for groups that tiles take, and rest(group) for one of eight rows or fewer.
-template <typename Work, typename Rest>
-inline void over_groups(int64_t first, int64_t last, Work work, Rest rest) {
-  const int64_t even = last - (last - first) % 2;
-  for (int64_t group = first; group < even; group += kMostGroups)
-    work(group, group + kMostGroups < even ? group + kMostGroups : even);
-  if (even < last) rest(even);
-}
-
-inline int64_t last_row(const QuantizedRows& x, int64_t last) {
-  return x.rows < last * kRowGroup ? x.rows : last * kRowGroup;
-}
-
-inline void linear_tile(const PackedWeight& w, int64_t tile, const QuantizedRows& x, int64_t first, int64_t last,
-                        const LinearOutput& to) {
-  const auto& narrow = kAvx512Kernels.linear;
-  if (!is_packed(w.kind)) return narrow.linear_tile(w, tile, x, first, last, to);
-  const int64_t at = tile * kTile, lanes = w.outputs - at;
-  const f32x16 bias = to.bias ? load_lanes(to.bias + at, lanes) : f32x16{};
-  const auto wide = [&](int64_t begin, int64_t end) {
-    alignas(64) float totals[kMostRows * kTile];
-    run_product(w, tile, x, begin, end, totals);
-    const float* total = totals;
-    for (int64_t row = begin * kRowGroup; row < last_row(x, end); ++row, total += kTile) {
-      const int64_t place = row * w.outputs + at;
-      f32x16 value = to.bias ? load(total) + bias : load(total);
-      if (to.residual) value = load_lanes(to.residual + place, lanes) + value;
-      store_lanes(to.out + place, value, lanes);
+inline void linear_tiles(const PackedWeight& w, int64_t tile, int64_t last_tile, const QuantizedRows& x, int64_t first,
+                         int64_t last, const LinearOutput& to) {
+  if (w.kind == WeightKind::kFloat32) return kAvx512Kernels.linear.linear_tiles(w, tile, last_tile, x, first, last, to);
+  Slot slots[kSlots];
+  const int64_t count = last_tile - tile, first_wide = first / 2, last_wide = (last + 1) / 2;
+  for (int64_t slot = 0; slot < count; ++slot) slots[slot] = {&w, tile + slot};
+  WideSums* sums = room_of_thread().sums;
+  multiply_slots(slots, count, x, first_wide, last_wide, sums);
+  for (int64_t wide = first_wide; wide < last_wide; ++wide)  // outside: a row's outputs are written one after the other
+    for (int64_t slot = 0; slot < count; ++slot) {
+      const int64_t at = slots[slot].tile * kTile, lanes = w.outputs - at;
+      const f32x16 bias = to.bias ? load_lanes(to.bias + at, lanes) : f32x16{};
+      f32x16 total[kWide];
+      transpose_16(sums[slot][wide - first_wide], total);
+      for (int64_t r = 0; r < WideGroup(x, wide).rows; ++r) {
+        const int64_t place = (wide * kWide + r) * w.outputs + at;
+        f32x16 value = to.bias ? total[r] + bias : total[r];
+        if (to.residual) value = load_lanes(to.residual + place, lanes) + value;
+        store_lanes(to.out + place, value, lanes);
+      }
     }
-  };
-  over_groups(first, last, wide, [&](int64_t group) { narrow.linear_tile(w, tile, x, group, group + 1, to); });
 }
 
-inline void gate_up_tile(const PackedWeight& gate, const PackedWeight& up, int64_t tile, const QuantizedRows& x,
-                         int64_t first, int64_t last, const float* gate_bias, const float* up_bias,
-                         Activation activation, float* out) {
-  const auto& narrow = kAvx512Kernels.linear;
-  if (!is_packed(gate.kind) && !is_packed(up.kind))
-    return narrow.gate_up_tile(gate, up, tile, x, first, last, gate_bias, up_bias, activation, out);
-  const int64_t at = tile * kTile, lanes = gate.outputs - at;
-  const f32x16 gate_add = gate_bias ? load_lanes(gate_bias + at, lanes) : f32x16{};
-  const f32x16 up_add = up_bias ? load_lanes(up_bias + at, lanes) : f32x16{};
-  const auto wide = [&](int64_t begin, int64_t end) {
-    alignas(64) float gates[kMostRows * kTile], ups[kMostRows * kTile];
-    run_product(gate, tile, x, begin, end, gates);
-    run_product(up, tile, x, begin, end, ups);
-    const float *a = gates, *b = ups;
-    for (int64_t row = begin * kRowGroup; row < last_row(x, end); ++row, a += kTile, b += kTile) {
-      const f32x16 value =
-          gated(gate_bias ? load(a) + gate_add : load(a), up_bias ? load(b) + up_add : load(b), activation);
-      store_lanes(out + row * gate.outputs + at, value, lanes);
+inline void gate_up_tiles(const PackedWeight& gate, const PackedWeight& up, int64_t tile, int64_t last_tile,
+                          const QuantizedRows& x, int64_t first, int64_t last, const float* gate_bias,
+                          const float* up_bias, Activation activation, float* out) {
+  const bool plain_gate = gate.kind == WeightKind::kFloat32, plain_up = up.kind == WeightKind::kFloat32;
+  if (plain_gate && plain_up)
+    return kAvx512Kernels.linear.gate_up_tiles(gate, up, tile, last_tile, x, first, last, gate_bias, up_bias,
+                                               activation, out);
+  for (; last_tile - tile > kSlots / 2; tile += kSlots / 2)
+    gate_up_tiles(gate, up, tile, tile + kSlots / 2, x, first, last, gate_bias, up_bias, activation, out);
+  Slot slots[kSlots];
+  const int64_t count = last_tile - tile, first_wide = first / 2, last_wide = (last + 1) / 2;
+  for (int64_t i = 0; i < count; ++i) slots[2 * i] = {&gate, tile + i}, slots[2 * i + 1] = {&up, tile + i};
+  WideSums* sums = room_of_thread().sums;
+  if (plain_gate || plain_up)
+    for (int64_t slot = 0; slot < 2 * count; ++slot) multiply_one(slots[slot], x, first_wide, last_wide, sums[slot]);
+  else multiply_slots(slots, 2 * count, x, first_wide, last_wide, sums);
+  for (int64_t wide = first_wide; wide < last_wide; ++wide)
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t at = (tile + i) * kTile, lanes = gate.outputs - at;
+      const f32x16 gate_add = gate_bias ? load_lanes(gate_bias + at, lanes) : f32x16{};
+      const f32x16 up_add = up_bias ? load_lanes(up_bias + at, lanes) : f32x16{};
+      f32x16 a[kWide], b[kWide];
+      transpose_16(sums[2 * i][wide - first_wide], a);
+      transpose_16(sums[2 * i + 1][wide - first_wide], b);
+      for (int64_t r = 0; r < WideGroup(x, wide).rows; ++r) {
+        const f32x16 value = gated(gate_bias ? a[r] + gate_add : a[r], up_bias ? b[r] + up_add : b[r], activation);
+        store_lanes(out + (wide * kWide + r) * gate.outputs + at, value, lanes);
+      }
     }
-  };
-  over_groups(first, last, wide, [&](int64_t group) {
-    narrow.gate_up_tile(gate, up, tile, x, group, group + 1, gate_bias, up_bias, activation, out);
-  });
 }
 
-constexpr WideKernels wide_kernels() { return {quantize_wide, linear_tile, gate_up_tile}; }
+constexpr TileKernels tile_kernels() {
+  return {round_rows, linear_tiles, gate_up_tiles, embed<Layout::kRows>, kSlots, kMostGroups};
+}
 
 }  // namespace kvilt::KVILT_ISA

@@ -1,8 +1,9 @@
-// Tiles of bytes: the instructions of AMX, or plain functions that do the same, for machines without them.
+// Tiles of bfloat16: the instructions of AMX, or plain functions that do the same, for machines without them.
 //
 // KVILT_AMX_EMULATED chooses the functions. Only the instructions that the kernels need are here. Tiles are named by
 // literals, since they are part of an instruction.
 #pragma once
+#include <bit>
 #include <cstdint>
 #include <cstring>
 
@@ -42,15 +43,29 @@ struct EmulatedTiles {
       std::memcpy(static_cast<uint8_t*>(to) + row * stride, bytes[tile][row], shapes.row_bytes[tile]);
   }
   // Signed bytes of `a` times unsigned bytes of `b`, four neighbours to a sum of 32 bits.
+  // The order of Intel's description: first and second numbers of pairs apart, then both sums to what was there.
   void multiply(int to, int a, int b) {
-    for (int m = 0; m < shapes.rows[to]; ++m)
-      for (int k = 0; k < shapes.row_bytes[a] / 4; ++k)
-        for (int n = 0; n < shapes.row_bytes[to] / 4; ++n) {
-          int32_t sum;
-          std::memcpy(&sum, &bytes[to][m][4 * n], 4);
-          for (int i = 0; i < 4; ++i) sum += int32_t(int8_t(bytes[a][m][4 * k + i])) * bytes[b][k][4 * n + i];
-          std::memcpy(&bytes[to][m][4 * n], &sum, 4);
+    const auto number = [&](int tile, int row, int at) {
+      uint32_t bits = 0;
+      std::memcpy(reinterpret_cast<char*>(&bits) + 2, &bytes[tile][row][2 * at], 2);
+      return std::bit_cast<float>(bits);
+    };
+    const int columns = shapes.row_bytes[to] / 4;
+    float second[16][2][16];  // of b: [pair][which][column]
+    for (int k = 0; k < shapes.rows[b]; ++k)
+      for (int n = 0; n < columns; ++n)
+        for (int i = 0; i < 2; ++i) second[k][i][n] = number(b, k, 2 * n + i);
+    for (int m = 0; m < shapes.rows[to]; ++m) {
+      float sums[2][16] = {}, total[16];
+      for (int k = 0; k < shapes.rows[b]; ++k)
+        for (int i = 0; i < 2; ++i) {
+          const float first = number(a, m, 2 * k + i);
+          for (int n = 0; n < columns; ++n) sums[i][n] = __builtin_fmaf(first, second[k][i][n], sums[i][n]);
         }
+      std::memcpy(total, bytes[to][m], sizeof total);
+      for (int n = 0; n < columns; ++n) total[n] += sums[0][n] + sums[1][n];
+      std::memcpy(bytes[to][m], total, size_t(columns) * 4);
+    }
   }
 };
 inline thread_local EmulatedTiles tiles_of_thread;
@@ -81,7 +96,7 @@ inline void release_tiles() { __asm__ volatile("tilerelease"); }
                    : "=m"(*reinterpret_cast<TileMemory*>(to)) \
                    : "r"(to), "r"(int64_t(stride)))
 #define KVILT_TILE_ZERO(tile) __asm__ volatile("tilezero %tmm" #tile)
-#define KVILT_TILE_MULTIPLY(to, a, b) __asm__ volatile("tdpbsud %tmm" #b ", %tmm" #a ", %tmm" #to)
+#define KVILT_TILE_MULTIPLY(to, a, b) __asm__ volatile("tdpbf16ps %tmm" #b ", %tmm" #a ", %tmm" #to)
 
 #endif
 

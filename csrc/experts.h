@@ -7,6 +7,7 @@
 
 #include "kernels.h"
 #include "lora.h"
+#include "row_scratch.h"
 #include "thread_pool.h"
 
 namespace kvilt {
@@ -68,17 +69,10 @@ struct ExpertsArgs {
   int64_t rows() const { return tokens * top_k; }
 };
 
-// Rows of activations and room for them as bytes. Kept from call to call and never made smaller.
-struct RowScratch {
-  std::vector<float> plain, floats, remainder_floats;
-  std::vector<int8_t> values, remainder_values;
-  std::vector<int32_t> remainders;
-};
-
 class ExpertRunner {
  public:
   ExpertRunner(ThreadPool& pool, const LinearKernels& kernels, const LoraKernels& gates)
-      : pool_(pool), kernels_(kernels), gates_(gates) {}
+      : pool_(pool), kernels_(kernels), gates_(gates), in_(kernels.layout), inner_(kernels.layout) {}
 
   void route(const RouteArgs& args);
   void experts(const ExpertsArgs& args);
@@ -100,10 +94,13 @@ class ExpertRunner {
   };
 
   void sort(const ExpertsArgs& args);
-  void reserve(RowScratch& room, int64_t rows, int64_t inputs, int64_t groups, bool plain) const;
-  QuantizedRows rows_of(RowScratch& room, const float* plain, const Segment& segment, int64_t inputs) const;
+  // The rows of a segment; `plain` are those of all segments.
+  static QuantizedRows rows_of(RowScratch& room, const std::vector<float>& plain, const Segment& segment,
+                               int64_t inputs) {
+    return room.rows(plain.data() + segment.first * inputs, inputs, segment.first, segment.group, segment.rows);
+  }
   void gather(const ExpertsArgs& args, int64_t inputs);
-  void quantize(RowScratch& room, int64_t inputs, bool packed);
+  void quantize(RowScratch& room, const std::vector<float>& plain, int64_t inputs);
   void share_out(int64_t outputs);
   void open_gates(const Item& item, const QuantizedRows& x, Activation activation);
   void sum(const ExpertSumArgs& args);
@@ -116,7 +113,7 @@ class ExpertRunner {
   std::vector<int32_t> token_, place_;  // of each row; and of each token's experts, the row
   std::vector<Item> items_, groups_;
   RowScratch in_, inner_;
-  std::vector<float> up_, made_, row_weights_, ones_;
+  std::vector<float> gathered_, gate_, up_, made_, row_weights_, ones_;
 };
 
 }  // namespace kvilt

@@ -3,5 +3,5 @@
 #include "amx_impl.h"
 
 namespace kvilt {
-constexpr WideKernels kAmxKernels = amx::wide_kernels();
+constexpr TileKernels kAmxKernels = amx::tile_kernels();
 }  // namespace kvilt

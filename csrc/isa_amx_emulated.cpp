@@ -4,5 +4,5 @@
 #include "amx_impl.h"
 
 namespace kvilt {
-constexpr WideKernels kEmulatedAmxKernels = amx_emulated::wide_kernels();
+constexpr TileKernels kEmulatedAmxKernels = amx_emulated::tile_kernels();
 }  // namespace kvilt

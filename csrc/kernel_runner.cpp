@@ -10,6 +10,7 @@ namespace kvilt {
 namespace {
 
 constexpr int64_t kCachedBytes = 1 << 20;  // activations that one thread takes through a tile before another tile
+constexpr int64_t kManyGroups = 8;         // groups of rows with which AMX is bound by arithmetic, not by memory
 constexpr int64_t kWorthSharing = 64;      // blocks of activations: fewer take less time than waking a thread
 
 // About how long one core takes for a tile: it reads weights at 10 bytes a nanosecond and multiplies 150 numbers.
@@ -22,50 +23,40 @@ int64_t tile_nanoseconds(const PackedWeight& weight, int64_t rows) {
 KernelRunner::KernelRunner(int threads, const std::string& isa, const std::vector<std::vector<int>>& cpus)
     : pool_(std::max(1, threads), cpus), kernels_(find_kernels(isa)), attention_(pool_, kernels_.pages),
       reducer_(pool_, kernels_.reduce), lora_(pool_, kernels_.lora), recurrent_(pool_, kernels_.recurrent),
-      experts_(pool_, kernels_.linear, kernels_.lora) {}
+      experts_(pool_, kernels_.linear, kernels_.lora), scratch_(kernels_.linear.layout) {}
 
-QuantizedRows KernelRunner::quantize(const float* x, int64_t rows, int64_t inputs, bool packed) {
-  const int64_t blocks = (inputs + kBlock - 1) / kBlock;
-  const int64_t needed = rows * blocks, groups = (rows + kRowGroup - 1) / kRowGroup;
-  if (int64_t(floats_.size()) < needed * 4) {
-    values_.resize(needed * kBlock);
-    floats_.resize(needed * 4);
-    remainder_values_.resize(needed * kBlock);
-    remainder_floats_.resize(needed * 4);
-  }
-  const int64_t remainders = groups * (1 + kRowGroup * blocks);
-  if (int64_t(remainders_.size()) < remainders) remainders_.resize(remainders);
-  const QuantizedRows quantized{x,
-                                values_.data(),
-                                remainder_values_.data(),
-                                floats_.data(),
-                                remainder_floats_.data(),
-                                remainders_.data(),
-                                rows,
-                                inputs,
-                                blocks};
-  if (!packed) return quantized;
+QuantizedRows KernelRunner::quantize(const float* x, int64_t rows, int64_t inputs, bool plain) {
+  const int64_t groups = (rows + kRowGroup - 1) / kRowGroup;
+  scratch_.reserve(rows, inputs, groups);
+  const QuantizedRows quantized = scratch_.rows(x, inputs, 0, 0, rows);
+  if (plain) return quantized;
   const auto one = [&](int64_t group, int) { kernels_.linear.quantize(quantized, group); };
-  if (needed < kWorthSharing)
+  if (rows * quantized.blocks < kWorthSharing)
     for (int64_t group = 0; group < groups; ++group) one(group, 0);
   else pool_.run(groups, one);
   return quantized;
 }
 
-void KernelRunner::tiles(int64_t tiles, int64_t groups, int64_t inputs, int64_t nanoseconds,
-                         const std::function<void(int64_t, int64_t, int64_t)>& work) {
+void KernelRunner::tiles(int64_t tiles, int64_t groups, int64_t inputs, int64_t nanoseconds, const TileWork& work) {
+  const LinearKernels& kernels = kernels_.linear;
   const int threads = pool_.worth(nanoseconds);
-  // A few tiles an item: handing one out costs as much as a short tile takes.
-  const int64_t together = std::clamp<int64_t>(tiles / (threads * 16), 1, 8);
-  const int64_t runs = (tiles + together - 1) / together;
-  // Eight groups of rows or more, if the cache of a core holds them; an even number, as kernels ask for.
-  const int64_t cached = kCachedBytes / (2 * kRowGroup * inputs) * 2;
-  const int64_t at_once = std::clamp<int64_t>(cached, 8, kernels_.linear.groups_at_once);
-  const int64_t chunks = (groups + at_once - 1) / at_once;
+  int64_t together, at_once;
+  if (kernels.layout == Layout::kRows) {
+    // The more rows, the more tiles: a thread reads activations once for all tiles of an item, and unpacks weights once
+    // for all rows.
+    const int64_t items = threads * (groups < kManyGroups ? 8 : 4);
+    together = std::clamp<int64_t>(tiles / items / 2 * 2, 2, kernels.tiles_at_once);
+    at_once = kernels.groups_at_once;
+  } else {
+    // A few tiles an item: handing one out costs as much as a short tile takes.
+    together = std::clamp<int64_t>(tiles / (threads * 16), 1, kernels.tiles_at_once);
+    // Eight groups of rows or more, if the cache of a core holds them; an even number, as kernels ask for.
+    at_once = std::clamp<int64_t>(kCachedBytes / (2 * kRowGroup * inputs) * 2, 8, kernels.groups_at_once);
+  }
+  const int64_t runs = (tiles + together - 1) / together, chunks = (groups + at_once - 1) / at_once;
   const auto item = [&](int64_t item, int) {
-    const int64_t first = item / runs * at_once, last = std::min(groups, first + at_once);
-    for (int64_t tile = item % runs * together; tile < std::min(tiles, (item % runs + 1) * together); ++tile)
-      work(tile, first, last);
+    const int64_t first = item / runs * at_once, tile = item % runs * together;
+    work(tile, std::min(tiles, tile + together), first, std::min(groups, first + at_once));
   };
   pool_.run(runs * chunks, item, threads);
 }
@@ -73,20 +64,26 @@ void KernelRunner::tiles(int64_t tiles, int64_t groups, int64_t inputs, int64_t 
 void KernelRunner::linears(const std::vector<LinearMap>& maps, const float* x, int64_t rows) {
   std::lock_guard<std::mutex> guard(lock_);
   const int64_t inputs = maps.front().weight.inputs;
-  bool packed = false;
+  bool plain = true;
   int64_t count = 0, nanoseconds = 0;
   for (const LinearMap& map : maps) {
     if (map.weight.inputs != inputs) throw std::invalid_argument("maps of one input differ in its size");
-    packed |= map.weight.kind > WeightKind::kBfloat16;
+    plain &= kernels_.linear.takes_plain(map.weight.kind);
     count += map.weight.tiles();
     nanoseconds += map.weight.tiles() * tile_nanoseconds(map.weight, rows);
   }
-  const QuantizedRows quantized = quantize(x, rows, inputs, packed);
-  tiles(count, quantized.groups(), inputs, nanoseconds, [&](int64_t tile, int64_t first, int64_t last) {
-    size_t which = 0;
-    while (tile >= maps[which].weight.tiles()) tile -= maps[which++].weight.tiles();
-    kernels_.linear.linear_tile(maps[which].weight, tile, quantized, first, last, maps[which].to);
-  });
+  const QuantizedRows quantized = quantize(x, rows, inputs, plain);
+  const auto work = [&](int64_t tile, int64_t last_tile, int64_t first, int64_t last) {
+    for (const LinearMap& map : maps) {  // the tiles of all maps, one after the other
+      const int64_t own = map.weight.tiles();
+      if (tile < own && last_tile > 0)
+        kernels_.linear.linear_tiles(map.weight, std::max<int64_t>(tile, 0), std::min(own, last_tile), quantized, first,
+                                     last, map.to);
+      tile -= own;
+      last_tile -= own;
+    }
+  };
+  tiles(count, quantized.groups(), inputs, nanoseconds, work);
 }
 
 void KernelRunner::gate_up(const LinearMap& gate, const LinearMap& up, const float* x, int64_t rows,
@@ -94,15 +91,15 @@ void KernelRunner::gate_up(const LinearMap& gate, const LinearMap& up, const flo
   std::lock_guard<std::mutex> guard(lock_);
   if (gate.weight.inputs != up.weight.inputs || gate.weight.outputs != up.weight.outputs)
     throw std::invalid_argument("a gate and what it opens differ in size");
-  const bool packed = gate.weight.kind > WeightKind::kBfloat16 || up.weight.kind > WeightKind::kBfloat16;
-  const QuantizedRows quantized = quantize(x, rows, gate.weight.inputs, packed);
+  const bool plain = kernels_.linear.takes_plain(gate.weight.kind) && kernels_.linear.takes_plain(up.weight.kind);
+  const QuantizedRows quantized = quantize(x, rows, gate.weight.inputs, plain);
   const int64_t nanoseconds =
       gate.weight.tiles() * (tile_nanoseconds(gate.weight, rows) + tile_nanoseconds(up.weight, rows));
-  const int64_t groups = quantized.groups(), inputs = gate.weight.inputs;
-  tiles(gate.weight.tiles(), groups, inputs, nanoseconds, [&](int64_t tile, int64_t first, int64_t last) {
-    kernels_.linear.gate_up_tile(gate.weight, up.weight, tile, quantized, first, last, gate.to.bias, up.to.bias,
-                                 activation, out);
-  });
+  const auto work = [&](int64_t tile, int64_t last_tile, int64_t first, int64_t last) {
+    kernels_.linear.gate_up_tiles(gate.weight, up.weight, tile, last_tile, quantized, first, last, gate.to.bias,
+                                  up.to.bias, activation, out);
+  };
+  tiles(gate.weight.tiles(), quantized.groups(), gate.weight.inputs, nanoseconds, work);
 }
 
 void KernelRunner::embed(const PackedWeight& w, const int64_t* ids, int64_t count, float scale, float* out) {
@@ -209,8 +206,9 @@ void KernelRunner::pack(const Packing& packing, const uint8_t* source, int64_t r
                         int64_t inputs, uint8_t* out) {
   std::lock_guard<std::mutex> guard(lock_);
   const int64_t bytes = tile_bytes(packing.kind, inputs);
+  const PackTile pack_tile = packing.tile(kernels_.linear.layout);
   pool_.run((outputs + kTile - 1) / kTile,
-            [&](int64_t tile, int) { packing.tile(source, row_bytes, outputs, inputs, tile, out + tile * bytes); });
+            [&](int64_t tile, int) { pack_tile(source, row_bytes, outputs, inputs, tile, out + tile * bytes); });
 }
 
 void KernelRunner::rotate(const RotateArgs& args) {

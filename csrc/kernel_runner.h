@@ -15,6 +15,7 @@
 #include "program.h"
 #include "recurrent.h"
 #include "reduce.h"
+#include "row_scratch.h"
 #include "thread_pool.h"
 
 namespace kvilt {
@@ -124,17 +125,15 @@ class KernelRunner {
   Lora lora_;
   Recurrent recurrent_;
   ExpertRunner experts_;
-  QuantizedRows quantize(const float* x, int64_t rows, int64_t inputs, bool packed);
+  QuantizedRows quantize(const float* x, int64_t rows, int64_t inputs, bool plain);
   void pieces(int64_t n, const std::function<void(int64_t at, int64_t count)>& work);
-  void tiles(int64_t tiles, int64_t groups, int64_t inputs, int64_t nanoseconds,
-             const std::function<void(int64_t tile, int64_t first, int64_t last)>& work);
+  using TileWork = std::function<void(int64_t tile, int64_t last_tile, int64_t first, int64_t last)>;
+  void tiles(int64_t tiles, int64_t groups, int64_t inputs, int64_t nanoseconds, const TileWork& work);
 
   std::unique_ptr<Program> recording_;
   std::atomic<bool> stopped_{false};
   std::mutex lock_;
-  std::vector<int8_t> values_, remainder_values_;
-  std::vector<float> floats_, remainder_floats_;
-  std::vector<int32_t> remainders_;
+  RowScratch scratch_;
 };
 
 }  // namespace kvilt

@@ -9,33 +9,38 @@ namespace {
 
 #if defined(KVILT_X86)
 
-// AVX-512 but for products of many rows, with the same bits.
-KernelTable with_tiles(const char* isa, const WideKernels& wide) {
-  KernelTable table = kAvx512Kernels;
-  table.isa = isa;
-  table.linear.quantize = wide.quantize;
-  table.linear.linear_tile = wide.linear_tile;
-  table.linear.gate_up_tile = wide.gate_up_tile;
-  table.linear.groups_at_once = 32;
-  return table;
-}
-
 // Attention with values and weights in bfloat16, which gives other bits.
-KernelTable with_bfloat16_attention(const char* isa, KernelTable table) {
-  table.isa = isa;
-  table.numerics = "avx512bf16";
+KernelTable with_bfloat16_attention() {
+  KernelTable table = kAvx512Kernels;
+  table.isa = table.numerics = "avx512bf16";
   table.pages.attention_tiles = kBfloat16Attention.attention_tiles;
   table.pages.scratch_floats = kBfloat16Attention.scratch_floats;
   return table;
 }
 
-const KernelTable& amx_table() {
-  static const KernelTable table = with_bfloat16_attention("amx", with_tiles("amx", kAmxKernels));
+const KernelTable& avx512bf16_table() {
+  static const KernelTable table = with_bfloat16_attention();
   return table;
 }
 
-const KernelTable& avx512bf16_table() {
-  static const KernelTable table = with_bfloat16_attention("avx512bf16", kAvx512Kernels);
+// Products in bfloat16 as well, by tiles.
+KernelTable with_tiles(const char* isa, const TileKernels& tiles) {
+  KernelTable table = avx512bf16_table();
+  table.isa = isa;
+  table.numerics = "amx";
+  LinearKernels& linear = table.linear;
+  linear.quantize = tiles.quantize;
+  linear.linear_tiles = tiles.linear_tiles;
+  linear.gate_up_tiles = tiles.gate_up_tiles;
+  linear.embed = tiles.embed;
+  linear.layout = Layout::kRows;
+  linear.tiles_at_once = tiles.tiles_at_once;
+  linear.groups_at_once = tiles.groups_at_once;
+  return table;
+}
+
+const KernelTable& amx_table() {
+  static const KernelTable table = with_tiles("amx", kAmxKernels);
   return table;
 }
 
@@ -76,7 +81,7 @@ const KernelTable& find_kernels(const std::string& isa) {
   for (const KernelTable* table : available_tables())
     if (isa == "auto" || isa == table->isa) return *table;
 #if defined(KVILT_X86)
-  if (isa == emulated_amx_table().isa && cpu_features().avx512) return emulated_amx_table();
+  if (isa == emulated_amx_table().isa && cpu_features().avx512vbmi) return emulated_amx_table();
 #endif
   throw std::invalid_argument("this machine cannot run the instruction set " + isa);
 }

@@ -28,7 +28,7 @@ struct KernelTable {
 extern const KernelTable kGenericKernels;
 #if defined(KVILT_X86)
 extern const KernelTable kAvx2Kernels, kAvxVnniKernels, kAvx512Kernels;
-extern const WideKernels kAmxKernels, kEmulatedAmxKernels;  // they take the place of some of AVX-512's
+extern const TileKernels kAmxKernels, kEmulatedAmxKernels;  // they take the place of some of AVX-512's
 extern const AttentionKernels kBfloat16Attention;           // likewise
 #elif defined(KVILT_ARM)
 extern const KernelTable kNeonKernels, kI8mmKernels;

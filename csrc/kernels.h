@@ -11,7 +11,6 @@ constexpr int kTile = 16;
 constexpr int kBlock = 32;      // inputs that share an activation scale
 constexpr int kSuperBlock = 8;  // blocks of a k-format that share a header
 constexpr int kRowGroup = 8;    // rows that go through a tile together
-constexpr int kWideGroup = 16;  // rows that go through a tile of AMX together
 
 // Of a feed-forward gate. kSwigluOai is that of gpt-oss: both inputs clamped, and one added to the second. kRelu2 is
 // the square of what is above zero.
@@ -38,6 +37,9 @@ enum class WeightKind : int {
 };
 constexpr int kWeightKinds = 15;
 
+// How the codes of a block are ordered: with outputs as lanes, or with the inputs of an output together, for AMX.
+enum class Layout : int { kLanes, kRows };
+
 struct PackedWeight {
   WeightKind kind;
   int64_t outputs;  // real ones; the last tile is padded with zeros
@@ -50,11 +52,14 @@ struct PackedWeight {
 
 // Rows of activations, as they are and as int8. Rows stand in groups of eight (the last may be smaller), and inside a
 // group of R rows the blocks follow each other: [block][R][32] values, [block][4][R] floats. The floats are the scale,
-// the scaled sum of the block, and the scaled sums of its halves. With AMX two groups stand as one of up to sixteen rows.
+// the scaled sum of the block, and the scaled sums of its halves.
 //
 // Few blocks of a row hold its largest activations, and most of the error of eight bits. What eight bits leave of these
 // blocks is quantized to eight more: the remainders of a group, [remainder][32] values and [remainder][4] floats,
 // ordered by block and then by row.
+//
+// Kernels with weights in the layout of rows take bfloat16 instead, and nothing else. Two groups stand as one of R rows,
+// up to sixteen, and `values` are [block][two groups][16][R] pairs of neighbouring inputs.
 struct QuantizedRows {
   const float* plain;  // [rows][inputs]
   int8_t *values, *remainder_values;
@@ -89,13 +94,14 @@ struct ExpertSum {
 
 struct LinearKernels {
   void (*quantize)(const QuantizedRows& x, int64_t group);
-  // One tile of outputs for the rows of groups [first, last): an even number, or all up to the last group, from an even one.
-  void (*linear_tile)(const PackedWeight& w, int64_t tile, const QuantizedRows& x, int64_t first, int64_t last,
-                      const LinearOutput& to);
+  // Tiles [tile, last_tile) of outputs for the rows of groups [first, last): an even number, or all up to the last group,
+  // from an even one. There are at most `tiles_at_once` tiles and `groups_at_once` groups.
+  void (*linear_tiles)(const PackedWeight& w, int64_t tile, int64_t last_tile, const QuantizedRows& x, int64_t first,
+                       int64_t last, const LinearOutput& to);
   // activation(gate) * up, both products of the same input.
-  void (*gate_up_tile)(const PackedWeight& gate, const PackedWeight& up, int64_t tile, const QuantizedRows& x,
-                       int64_t first, int64_t last, const float* gate_bias, const float* up_bias, Activation activation,
-                       float* out);
+  void (*gate_up_tiles)(const PackedWeight& gate, const PackedWeight& up, int64_t tile, int64_t last_tile,
+                        const QuantizedRows& x, int64_t first, int64_t last, const float* gate_bias,
+                        const float* up_bias, Activation activation, float* out);
   void (*embed)(const PackedWeight& w, int64_t row, float scale, float* out);
   void (*rms_norm)(const float* x, const float* weight, float eps, int64_t n, float* out);
   void (*layer_norm)(const float* x, const float* weight, const float* bias, float eps, int64_t n, float* out);
@@ -103,14 +109,22 @@ struct LinearKernels {
   void (*add_scaled)(const float* a, const float* b, float scale, int64_t n, float* out);  // a + scale * b
   void (*expert_sum)(const ExpertSum& sum, int64_t n, float* out);
   int64_t (*argmax)(const float* x, int64_t n);  // the first of the largest; -1 if any is not a number
-  int64_t groups_at_once;                        // groups of rows that a call should have at most
+  Layout layout;
+  int64_t tiles_at_once, groups_at_once;
+
+  // Whether activations are multiplied as they are, not quantized.
+  bool takes_plain(WeightKind kind) const {
+    return kind == WeightKind::kFloat32 || (layout == Layout::kLanes && kind <= WeightKind::kBfloat16);
+  }
 };
 
 // What AMX replaces of another instruction set's kernels.
-struct WideKernels {
+struct TileKernels {
   decltype(LinearKernels::quantize) quantize;
-  decltype(LinearKernels::linear_tile) linear_tile;
-  decltype(LinearKernels::gate_up_tile) gate_up_tile;
+  decltype(LinearKernels::linear_tiles) linear_tiles;
+  decltype(LinearKernels::gate_up_tiles) gate_up_tiles;
+  decltype(LinearKernels::embed) embed;
+  int64_t tiles_at_once, groups_at_once;
 };
 
 }  // namespace kvilt

@@ -19,15 +19,15 @@
 namespace kvilt::KVILT_ISA {
 
 // Groups of rows that one thread takes through a tile before another tile: their activations stay in its cache.
-constexpr int64_t kGroupsAtOnce = 8;
+constexpr int64_t kGroupsAtOnce = 8, kTilesAtOnce = 8;
 
 // Tables with the same `numerics` give the same bits.
 constexpr KernelTable kernel_table(const char* isa, const char* numerics) {
   return {
       isa,
       numerics,
-      {quantize, linear_tile, gate_up_tile, embed, rms_norm, layer_norm, add, add_scaled, expert_sum, argmax,
-       kGroupsAtOnce},
+      {quantize, linear_tiles, gate_up_tiles, embed<Layout::kLanes>, rms_norm, layer_norm, add, add_scaled, expert_sum,
+       argmax, Layout::kLanes, kTilesAtOnce, kGroupsAtOnce},
       {rotate, write_token, interpolate, attention_tiles, attention_scratch, merge_partials, write_means},
       {peak, scale_logits, exp_sum, exp_weights, kth_largest, collect_at_least, weight_below, keep_from, count_ahead,
        draw},

@@ -236,7 +236,42 @@ void put_codes(uint8_t* block, int64_t lane, const Word* codes) {
   }
 }
 
-template <typename Reader>
+// The same in the layout of rows.
+template <int Bits>
+void put_row(uint8_t* block, int64_t lane, const Word* codes) {
+  const auto put = [&](int64_t at, Word word) { std::memcpy(block + at, &word, sizeof word); };
+  const auto put_two_bits = [&](int64_t at, int shift) {
+    for (int half = 0; half < 2; ++half) {
+      Word made = 0;
+      for (int j = 0; j < 4; ++j) made |= ((codes[2 * j + half] >> shift) & kCrumb) << (2 * j);
+      put(at + 8 * lane + 4 * half, made);
+    }
+  };
+  const auto put_plane = [&](int64_t at, int shift) {
+    constexpr Word kTogether = 0x01020408;  // brings the lowest bits of four bytes side by side
+    Word made = 0;
+    for (int j = 0; j < kSteps; ++j) made |= ((((codes[j] >> shift) & kBit) * kTogether >> 24) & 15) << (4 * j);
+    put(at + 4 * lane, made);
+  };
+  if constexpr (Bits == 8) {
+    std::memcpy(block + kBlock * lane, codes, kBlock);
+  } else if constexpr (Bits == 2 || Bits == 3) {
+    put_two_bits(0, 0);
+    if constexpr (Bits == 3) put_plane(128, 2);
+  } else if constexpr (Bits == 6) {
+    for (int j = 0; j < 4; ++j) put(16 * lane + 4 * j, (codes[j] & kNibble) | (codes[4 + j] & kNibble) << 4);
+    put_two_bits(256, 4);
+  } else {
+    for (int step = 0; step < kSteps; ++step) {  // four inputs are two bytes
+      const Word nibbles = codes[step] & kNibble, two = nibbles | nibbles >> 4;
+      const uint16_t bytes = uint16_t((two & 0xff) | (two >> 8 & 0xff00));
+      std::memcpy(block + lane / 2 * 32 + step % 4 * 8 + step / 4 * 4 + lane % 2 * 2, &bytes, 2);
+    }
+    if constexpr (Bits == 5) put_plane(256, 4);
+  }
+}
+
+template <typename Reader, Layout kLayout>
 void pack_blocks(const uint8_t* source, int64_t row_bytes, int64_t outputs, int64_t inputs, int64_t tile,
                  uint8_t* out) {
   using F = PackedFormat<Reader::kind>;
@@ -250,7 +285,8 @@ void pack_blocks(const uint8_t* source, int64_t row_bytes, int64_t outputs, int6
     for (int64_t lane = 0; lane < lanes; ++lane) {
       Block block;
       Reader::read(source + (tile * kTile + lane) * row_bytes, b, block);
-      put_codes<F::bits>(out, lane, block.codes);
+      if constexpr (kLayout == Layout::kRows) put_row<F::bits>(out, lane, block.codes);
+      else put_codes<F::bits>(out, lane, block.codes);
       uint8_t* scales = out + F::codes;
       if constexpr (F::k) {
         scales[lane] = block.small[0];
@@ -277,18 +313,32 @@ void pack_plain(const uint8_t* source, int64_t row_bytes, int64_t outputs, int64
   }
 }
 
+// Numbers of 16 bits in the layout of rows; the last block is filled up with zeros.
+void pack_plain_rows(const uint8_t* source, int64_t row_bytes, int64_t outputs, int64_t inputs, int64_t tile,
+                     uint8_t* out) {
+  const int64_t lanes = std::min<int64_t>(kTile, outputs - tile * kTile), blocks = (inputs + kBlock - 1) / kBlock;
+  if (lanes < kTile || inputs % kBlock) std::memset(out, 0, size_t(blocks * kBlock * kTile * 2));
+  for (int64_t b = 0; b < blocks; ++b)
+    for (int64_t lane = 0; lane < lanes; ++lane) {
+      const uint8_t* from = source + (tile * kTile + lane) * row_bytes + b * kBlock * 2;
+      std::memcpy(out + (b * kTile + lane) * kBlock * 2, from,
+                  size_t(std::min<int64_t>(kBlock, inputs - b * kBlock)) * 2);
+    }
+}
+
 template <typename Reader>
 constexpr Packing packing() {
-  return {Reader::kind, Reader::elements, Reader::bytes, pack_blocks<Reader>};
+  return {Reader::kind, Reader::elements, Reader::bytes, pack_blocks<Reader, Layout::kLanes>,
+          pack_blocks<Reader, Layout::kRows>};
 }
 
 const struct {
   const char* name;
   Packing packing;
 } kPackings[] = {
-    {"F32", {WeightKind::kFloat32, 1, 4, pack_plain<4>}},
-    {"F16", {WeightKind::kFloat16, 1, 2, pack_plain<2>}},
-    {"BF16", {WeightKind::kBfloat16, 1, 2, pack_plain<2>}},
+    {"F32", {WeightKind::kFloat32, 1, 4, pack_plain<4>, pack_plain<4>}},
+    {"F16", {WeightKind::kFloat16, 1, 2, pack_plain<2>, pack_plain_rows}},
+    {"BF16", {WeightKind::kBfloat16, 1, 2, pack_plain<2>, pack_plain_rows}},
     {"Q4_0", packing<Q4_0>()},
     {"Q4_1", packing<Q4_1>()},
     {"Q5_0", packing<Q5_0>()},

@@ -8,7 +8,17 @@
 //   two bits      as bits 5 and 6, from the beginning
 //   third bits    as fifth bits, behind two bits
 //   whole bytes   512 bytes: byte (step, output, input), signed
-// Then come the scales of sixteen outputs. The k-formats have small whole scales in each block and, before each eight
+// AMX multiplies rows of 32 inputs, so there the codes of an output stand together (the layout kRows):
+//   low nibbles   32 bytes of two outputs, four words of 64 bits: nibble n of word q is input 4q + n % 4 + n / 8 * 16 of
+//                 the first output if n / 4 is even, of the second if it is odd
+//   fifth bits     4 bytes of each output behind them: bit i is that of input i; third bits likewise behind two bits
+//   six bits      low nibbles as 16 bytes of each output: byte i has input i in its low and input i + 16 in its high half.
+//                 Bits 5 and 6 as 8 bytes of each output: byte j has the inputs j, j + 8, j + 16 and j + 24
+//   two bits      as bits 5 and 6, from the beginning
+//   whole bytes   32 bytes of each output
+//   F16, BF16     32 numbers of each output; in the other layout (kLanes), and for F32 in both, a column of sixteen
+//                 outputs for each input
+// Both layouts have the same size. Then come the scales of sixteen outputs. The k-formats have small whole scales in each block and, before each eight
 // blocks, a header of float16 factors. Q2_K has a scale in the low and a minimum in the high half of each byte of scales,
 // one row of them for each sixteen inputs. A weight is scale * (code - offset) + minimum.
 #pragma once
@@ -75,12 +85,29 @@ inline int code_at(const uint8_t* w, int step, int byte) {
   return code;
 }
 
+// The same in the layout of rows: that of one input of one output.
+template <int Coding>
+inline int code_in_row(const uint8_t* w, int output, int input) {
+  const auto two_bits = [&](int at) { return (w[at + 8 * output + input % 8] >> (input / 8 * 2)) & 3; };
+  const auto one_bit = [&](int at) { return (w[at + 4 * output + input / 8] >> (input % 8)) & 1; };
+  if constexpr (Coding == 8) return int8_t(w[kBlock * output + input]);
+  if constexpr (Coding == 2) return two_bits(0);
+  if constexpr (Coding == 3) return two_bits(0) | one_bit(128) << 2;
+  if constexpr (Coding == 6) return ((w[16 * output + input % 16] >> (input / 16 * 4)) & 15) | two_bits(256) << 4;
+  const int nibble = input / 16 * 8 + output % 2 * 4 + input % 4;
+  const int code = (w[output / 2 * 32 + input % 16 / 4 * 8 + nibble / 2] >> (nibble % 2 * 4)) & 15;
+  if constexpr (Coding == kFp4Coding) return kFp4Numbers[code];
+  if constexpr (Coding == kIq4Coding) return kIq4Numbers[code];
+  if constexpr (Coding == 5) return code | one_bit(256) << 4;
+  return code;
+}
+
 inline int64_t tile_bytes(WeightKind kind, int64_t inputs) {
   const int64_t blocks = (inputs + kBlock - 1) / kBlock;
   switch (kind) {
     case WeightKind::kFloat32: return inputs * kTile * 4;
     case WeightKind::kFloat16:
-    case WeightKind::kBfloat16: return inputs * kTile * 2;
+    case WeightKind::kBfloat16: return blocks * kBlock * kTile * 2;
     case WeightKind::kQ4: return PackedFormat<WeightKind::kQ4>::tile_bytes(blocks);
     case WeightKind::kQ4Min: return PackedFormat<WeightKind::kQ4Min>::tile_bytes(blocks);
     case WeightKind::kQ5: return PackedFormat<WeightKind::kQ5>::tile_bytes(blocks);

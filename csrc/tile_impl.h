@@ -4,6 +4,7 @@
 
 #include "bfloat_impl.h"
 #include "pages.h"
+#include "transpose_impl.h"
 #include "vectors.h"
 
 namespace kvilt::KVILT_ISA {
@@ -177,31 +178,6 @@ inline void unpack_tile(const Pages& pages, Tile& tile, float* room) {
     tile.values[page] = has_pairs(pages) ? values_to_pairs(pages, tile.values[page], room + keys)
                                          : values_to_floats(pages, tile.values[page], room + keys);
   }
-}
-
-// Eight rows of eight floats as columns. Copies only.
-inline void transpose_8(const float* from, int64_t stride, float* to, int64_t to_stride) {
-#if defined(__AVX2__)
-  __m256 row[8], pair[8], four[8];
-  for (int i = 0; i < 8; ++i) row[i] = _mm256_loadu_ps(from + i * stride);
-  for (int i = 0; i < 8; i += 2) {
-    pair[i] = _mm256_unpacklo_ps(row[i], row[i + 1]);
-    pair[i + 1] = _mm256_unpackhi_ps(row[i], row[i + 1]);
-  }
-  for (int i = 0; i < 8; i += 4) {
-    four[i] = _mm256_shuffle_ps(pair[i], pair[i + 2], 0x44);
-    four[i + 1] = _mm256_shuffle_ps(pair[i], pair[i + 2], 0xee);
-    four[i + 2] = _mm256_shuffle_ps(pair[i + 1], pair[i + 3], 0x44);
-    four[i + 3] = _mm256_shuffle_ps(pair[i + 1], pair[i + 3], 0xee);
-  }
-  for (int i = 0; i < 4; ++i) {
-    _mm256_storeu_ps(to + i * to_stride, _mm256_permute2f128_ps(four[i], four[i + 4], 0x20));
-    _mm256_storeu_ps(to + (i + 4) * to_stride, _mm256_permute2f128_ps(four[i], four[i + 4], 0x31));
-  }
-#else
-  for (int i = 0; i < 8; ++i)
-    for (int j = 0; j < 8; ++j) to[j * to_stride + i] = from[i * stride + j];
-#endif
 }
 
 inline void copy_floats(KVDtype dtype, const char* from, int64_t count, float* to) {

@@ -28,14 +28,32 @@ from kvilt.quant.tensor import QuantTensor
 from kvilt.quant.unpack import dequantize
 
 ISAS = _kvilt_native.available_isas()
+
+
+def runs(isa: str) -> bool:
+    """Whether this machine can run an instruction set that is not in the list."""
+    try:
+        NativeOps(1, isa)
+    except Unsupported:
+        return False
+    return True
+
+
+# The source of the AMX kernels with its tiles in plain C++, for machines with AVX-512, BF16 and VBMI.
+EMULATED = [isa for isa in ("amx-emulated",) if runs(isa)]
 PACKED = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "Q2_K", "Q3_K", "IQ4_XS", "Q4_K", "Q5_K", "Q6_K"]
 BYTES = ["IQ3_S", "IQ2_XS"]  # formats that become blocks of bytes
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-@pytest.fixture(scope="module", params=ISAS)
+@pytest.fixture(scope="module", params=[*ISAS, *EMULATED])
 def ops(request: pytest.FixtureRequest) -> NativeOps:
     return NativeOps(2, request.param)
+
+
+def in_bfloat16(ops: NativeOps) -> bool:
+    """Whether products take weights and activations in bfloat16."""
+    return ops.numerics.endswith("/amx")
 
 
 def random_blocks(name: str, rows: int, columns: int, seed: int = 0) -> QuantTensor:
@@ -71,7 +89,7 @@ def test_linear_is_close_to_the_product_with_unpacked_weights(ops: NativeOps, na
     x, bias = torch.randn(21, 512), torch.randn(37)
     found, truth = ops.linear(x, ops.prepare(weight), bias), x @ plain.T + bias
     error = float((found - truth).norm() / truth.norm())
-    assert error < (1e-5 if name in PLAIN else 1e-2)
+    assert error < (1e-5 if name == "F32" or (name in PLAIN and not in_bfloat16(ops)) else 1e-2)
 
 
 def eight_bits(blocks: torch.Tensor) -> torch.Tensor:
@@ -81,7 +99,7 @@ def eight_bits(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def as_kernels_see(x: torch.Tensor) -> torch.Tensor:
-    """Activations rounded: eight bits, and eight more where a block's peak is at least twice the row's usual one."""
+    """Activations in bytes: eight bits, and eight more where a block's peak is at least twice the row's usual one."""
     blocks = x.double().view(len(x), -1, 32)
     rounded, squares = eight_bits(blocks), blocks.abs().amax(-1) ** 2
     large = squares > 4 * squares.mean(-1, keepdim=True)
@@ -109,6 +127,8 @@ def off_ties(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", PACKED)
 def test_linear_is_exact_but_for_the_rounding_of_activations(ops: NativeOps, name: str) -> None:
+    if in_bfloat16(ops):
+        pytest.skip("rounds weights too: test_amx.py")
     weight, rows = random_blocks(name, 37, 512), (1, 5, 8, 27)
     plain = dequantize(weight).double()
     for x in map(off_ties, (*(torch.randn(n, 512) for n in rows), *(with_outliers(n, 512) for n in rows))):
@@ -119,6 +139,8 @@ def test_linear_is_exact_but_for_the_rounding_of_activations(ops: NativeOps, nam
 
 @pytest.mark.parametrize("name", PACKED)
 def test_blocks_of_large_activations_keep_fifteen_bits(ops: NativeOps, name: str) -> None:
+    if in_bfloat16(ops):
+        pytest.skip("all of its activations keep eight bits, which are those of each number")
     weight, x = random_blocks(name, 37, 2048), torch.zeros(11, 2048)
     x[:, 64:96] = torch.randn(11, 32) * 100
     x[torch.arange(11), 300 + 100 * torch.arange(11)] = 77.0  # each row has a block of its own
@@ -132,7 +154,7 @@ def test_a_row_of_zeros_beside_rests_stays_zero(ops: NativeOps) -> None:
     x[2], x[4] = 0.0, 1e-37  # too small for a scale
     found = ops.linear(x, packed)
     assert not found[2].any()
-    assert not found[4].any()
+    assert float(found[4].abs().max()) < 1e-30  # zero, where activations are bytes
 
 
 @settings(max_examples=examples(40), derandomize=True)
@@ -152,7 +174,7 @@ def test_a_row_of_linear_does_not_see_its_neighbours(
     together = [
         NativeOps(threads, isa).linear(x, NativeOps(1, isa).prepare(weight)) for threads in (1, 3) for isa in ISAS[:1]
     ]
-    for isa in ISAS:
+    for isa in [*ISAS, *EMULATED]:
         ops = NativeOps(2, isa)
         packed = ops.prepare(weight)
         whole = ops.linear(x, packed)
