@@ -9,7 +9,8 @@ import typer
 
 from . import options as opt
 from .errors import FAILURE, exit_on_error
-from .imports import defer_meta_kernels, uncollected
+from .imports import uncollected
+from .starts import start_chat, start_run
 
 
 @opt.with_options(sampling=opt.SAMPLING, grammar=opt.GRAMMAR, store=opt.STORE, drafts=opt.DRAFTS, config=opt.RUNTIME)
@@ -40,37 +41,25 @@ def run(
     config: dict[str, Any],
 ) -> None:
     """Answer one prompt: text to stdout, one line of numbers to stderr. Without one, a terminal gets a chat."""
-    with exit_on_error():
-        plain = opt.STORE.is_default(store) and opt.GRAMMAR.is_default(grammar) and not any((lora, document, verbose))
-        if attach and plain and not json and not template_option and prompt != "-":
-            from .attached_run import answer_attached
-
-            if answer_attached(prompt, model, system, raw, sampling, {**config, **drafts}):
-                return
-        defer_meta_kernels()
-        with uncollected():
-            from .run import RunRequest, answer, opens_chat, read_grammar
-
-        usual = opt.STORE.is_default(store) and opt.GRAMMAR.is_default(grammar) and sampling["n"] == 1
-        if prompt == "-" and usual and not any((raw, lora, document, json, verbose)) and opens_chat():
-            from .chat import chat as run_chat
-
-            drawn = {name: value for name, value in sampling.items() if name not in ("n", "logprobs")}
-            run_chat(model, system, "", drawn, {**config, **drafts}, False, template_option or ())
-            return
-        shown = {"json": json, "verbose": verbose}
-        request = RunRequest(
-            prompt=prompt,
-            system=system,
-            raw=raw,
-            **shown,
-            lora=lora,
-            lora_scale=lora_scale,
-            documents=tuple(document or ()),
-            ratio=blend_ratio,
-            template_options=tuple(template_option or ()),
-        )
-        answer(request, model, {**sampling, **read_grammar(grammar)}, store, {**config, **drafts})
+    start_run(
+        prompt=prompt,
+        model=model,
+        system=system,
+        raw=raw,
+        lora=lora,
+        lora_scale=lora_scale,
+        document=document,
+        blend_ratio=blend_ratio,
+        template_option=template_option,
+        json=json,
+        attach=attach,
+        verbose=verbose,
+        sampling=sampling,
+        grammar=grammar,
+        store=store,
+        drafts=drafts,
+        config=config,
+    )
 
 
 @opt.with_options(sampling=opt.SAMPLING.without("n", "logprobs"), drafts=opt.DRAFTS, config=opt.RUNTIME)
@@ -87,23 +76,17 @@ def chat(
     config: dict[str, Any],
 ) -> None:
     """Chat with a model; /help lists the commands."""
-    with exit_on_error():
-        if attach and not saved and not show_drafts:
-            from .attached_chat import chat_attached
-            from .template_options import read_template_options
-
-            well = chat_attached(
-                model, system, sampling, {**config, **drafts}, read_template_options(template_option or ())
-            )
-            if well is not None:
-                if not well:
-                    raise typer.Exit(FAILURE)
-                return
-        defer_meta_kernels()
-        with uncollected():
-            from .chat import chat as run_chat
-        if not run_chat(model, system, saved, sampling, {**config, **drafts}, show_drafts, template_option or ()):
-            raise typer.Exit(FAILURE)
+    start_chat(
+        model=model,
+        system=system,
+        saved=saved,
+        show_drafts=show_drafts,
+        template_option=template_option,
+        attach=attach,
+        sampling=sampling,
+        drafts=drafts,
+        config=config,
+    )
 
 
 @opt.with_options(store=opt.STORE, drafts=opt.DRAFTS, config=opt.RUNTIME)

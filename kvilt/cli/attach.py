@@ -22,7 +22,7 @@ from ..errors import KviltError
 from ..server.running import RunningServer, ServedModel, running_servers
 from ..weights.file_identity import file_identity
 from .keys import client_key
-from .options import DRAFTS, RUNTIME
+from .option_groups import DRAFTS, RUNTIME
 
 CONNECT_S = 2.0
 ANSWER_S = 600.0  # without a byte; a server that is busy sends none while a request waits

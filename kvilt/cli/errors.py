@@ -7,8 +7,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import typer
-
 from ..errors import InputError, KviltError
 
 USAGE, FAILURE, INTERRUPTED = 2, 1, 130
@@ -26,7 +24,7 @@ def exit_on_error() -> Iterator[None]:
     except BrokenPipeError:
         # The reader of our pipe has closed it. Python must not report that again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(FAILURE) from None
+        raise SystemExit(FAILURE) from None
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
         _exit(f"{error.strerror or error}{where}", FAILURE)
@@ -34,4 +32,4 @@ def exit_on_error() -> Iterator[None]:
 
 def _exit(sentence: str, code: int) -> None:
     print(f"kvilt: {sentence}", file=sys.stderr)
-    raise typer.Exit(code)
+    raise SystemExit(code)
