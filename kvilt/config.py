@@ -213,6 +213,12 @@ def env_settings(names: Collection[str]) -> dict[str, str | None]:
     return {name: None if name in _OWN_VARIABLES else text for name, text in found.items() if text is not None}
 
 
+def env_sets_options() -> bool:
+    """Whether a variable sets an option of some command, as `env_settings` reads it."""
+    meant = {"HOME", "OFFLINE", *(name.upper() for name in _OWN_VARIABLES)}
+    return any(name.startswith(_PREFIX) and name.removeprefix(_PREFIX) not in meant for name in os.environ)
+
+
 def config_files() -> tuple[Path, Path]:
     """The files with settings: the user's own, and that of the current folder, which goes before it."""
     base = os.environ.get("XDG_CONFIG_HOME")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from typer.testing import CliRunner
 
-from kvilt.cli.main import app
+from kvilt.cli.app import app
 
 ONE_THREAD = {"KVILT_THREADS": "1"}  # tests share the machine with each other
 

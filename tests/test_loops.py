@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import kvilt
 from kvilt import LLM, AsyncLLM, Completion, SamplingParams
-from kvilt.cli.main import app
+from kvilt.cli.app import app
 from kvilt.sampling.repetition import RepetitionDetection
 
 DETECTION = RepetitionDetection()

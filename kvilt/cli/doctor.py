@@ -209,7 +209,7 @@ def _folders() -> Iterator[Finding]:
 def _settings() -> Iterator[Finding]:
     import typer.main
 
-    from .main import app
+    from .app import app
     from .settings import DEFAULT, settings
 
     root = typer.main.get_command(app)

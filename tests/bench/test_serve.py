@@ -19,8 +19,8 @@ from kvilt.bench.serve import LoadRun, ServerUnusable, measure
 from kvilt.bench.serve_client import RequestTrace, ServerTarget, send_request
 from kvilt.bench.serve_load import LoadPlan, arrival_times, conversations
 from kvilt.bench.serve_stats import SLO, Percentiles, is_good, spread, summary
+from kvilt.cli.app import app
 from kvilt.cli.bench_serve import _lines
-from kvilt.cli.main import app
 from kvilt.errors import ParamError
 
 

@@ -259,7 +259,11 @@ def test_run_imports_only_what_it_uses(tmp_path: Path) -> None:
             "keys",
             "settings",
             "main",
+            "app",
             "options",
+            "option_groups",
+            "plain_args",
+            "starts",
             "errors",
             "imports",
             "run",
@@ -270,9 +274,10 @@ def test_run_imports_only_what_it_uses(tmp_path: Path) -> None:
             "texts",
         }
         assert ("run" in commands) == ("--help" not in asked), "an answer was asked for"
+        assert ("app" in commands) == ("--help" in asked), "plain words are read without typer"
         heads = {name.partition(".")[0] for name in modules}
         assert not heads & {"fastapi", "starlette", "uvicorn", "orjson", "prompt_toolkit", "matplotlib", "redis"}
-        assert "--help" in asked or "rich" not in heads, "progress bars of a model that is here already"
+        assert "--help" in asked or not heads & {"rich", "typer", "pydantic"}, "nothing to show or to refuse"
         assert "kvilt.sampling.grammar" not in modules, "the compiler of grammars, without one"
         assert not modules & {"torch._refs", "torch._decomp", "torch._dynamo"}, "kernels for tensors without data"
 

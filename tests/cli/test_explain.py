@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from kvilt.cli.app import app
 from kvilt.cli.explain import compared
-from kvilt.cli.main import app
 from kvilt.errors import InputError
 from kvilt.server.request_prompt import api_of, request_prompt
 from kvilt.text.tokenizer import Tokenizer, from_gguf

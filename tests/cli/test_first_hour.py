@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from commands import kvilt
 
-from kvilt.cli import chat_commands, main
+from kvilt.cli import chat_commands
+from kvilt.cli.app import app
 from kvilt.cli.keys import client_key
 from kvilt.cli.serve import check_port
 from kvilt.cli.word_wrap import WordWrap
@@ -58,11 +59,11 @@ def test_a_bare_run_in_a_terminal_opens_a_chat(monkeypatch: pytest.MonkeyPatch) 
     opened: list[tuple[object, ...]] = []
     monkeypatch.setattr("kvilt.cli.run.opens_chat", lambda: True)
     monkeypatch.setattr("kvilt.cli.chat.chat", lambda *given: opened.append(given) or True)
-    main.app(["run", "--temperature", "0"], standalone_mode=False)
+    app(["run", "--temperature", "0"], standalone_mode=False)
     assert opened[0][0] == "smollm2"
     assert opened[0][3]["temperature"] == 0  # type: ignore[index]
     with pytest.raises(SystemExit):
-        main.app(["run", "--raw"], standalone_mode=True)
+        app(["run", "--raw"], standalone_mode=True)
     assert len(opened) == 1, "what a chat cannot do is not ignored"
 
 

@@ -14,7 +14,7 @@ import typer
 from commands import kvilt
 from tiny import write_tiny_of_bytes
 
-from kvilt.cli.main import app
+from kvilt.cli.app import app
 from kvilt.cli.settings import commands_of, default_map
 
 ROOT = typer.main.get_command(app)

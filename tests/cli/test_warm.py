@@ -17,7 +17,7 @@ from stores import Server
 from tiny import write_tiny_of_bytes
 from typer.testing import CliRunner
 
-from kvilt.cli.main import app
+from kvilt.cli.app import app
 from kvilt.cli.options import STORE
 from kvilt.cli.store import check_store_options, open_store
 from kvilt.cli.texts import TextFile, read_documents

@@ -145,7 +145,26 @@ def test_a_stopped_answer_keeps_its_text_and_ends_on_the_server(server: Running,
     assert asked.finish_reason == "cancelled" and asked.text
 
 
-def test_nothing_of_torch_is_imported() -> None:
-    modules = "kvilt.cli.main, kvilt.cli.attached_run, kvilt.cli.attached_chat"
-    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
+def test_an_attached_run_imports_next_to_nothing(server: Running, model: Path) -> None:
+    """Its first token waits for imports more than for the server."""
+    words = ["run", "Who is there?", "--model", str(model), "--max-tokens", "2"]
+    code = (
+        f"import sys; before = {{*sys.modules}}; sys.argv = ['kvilt', *{words!r}]\n"
+        "from kvilt.cli.main import main\nmain()\nprint(*{*sys.modules} - before)"
+    )
+    with listed(server, model):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert "answered by kvilt serve" in done.stderr, done.stderr
+    modules = set(done.stdout.splitlines()[-1].split())
+    assert {name.partition(".")[0] for name in modules} - sys.stdlib_module_names == {"kvilt"}
+    assert {name for name in modules if name.startswith("kvilt")} == {
+        *("kvilt", "kvilt.config", "kvilt.errors"),
+        *("kvilt.server", "kvilt.server.running", "kvilt.weights", "kvilt.weights.file_identity", "kvilt.cli"),
+        *(f"kvilt.cli.{name}" for name in ("main", "plain_args", "option_groups", "starts", "errors", "imports")),
+        *(f"kvilt.cli.{name}" for name in ("attached_run", "attach", "answer_writer", "keys")),
+    }
+
+
+def test_an_attached_chat_imports_no_torch() -> None:
+    code = "import sys, kvilt.cli.main, kvilt.cli.attached_chat; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=300).returncode == 0

@@ -19,7 +19,7 @@ from running import until
 from tiny import write_tiny_of_bytes
 from typer.testing import CliRunner
 
-from kvilt.cli.main import app
+from kvilt.cli.app import app
 from kvilt.server.running import running_servers
 
 

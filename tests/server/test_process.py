@@ -18,8 +18,8 @@ from running import until
 from tiny import write_tiny_of_bytes
 from typer.testing import CliRunner
 
+from kvilt.cli.app import app
 from kvilt.cli.keys import read_keys
-from kvilt.cli.main import app
 from kvilt.cli.options import SERVER
 from kvilt.cli.serve import default_name, owner_weights, serve_config
 from kvilt.errors import ParamError

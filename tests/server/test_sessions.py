@@ -12,7 +12,7 @@ import pytest
 from running import Running
 from typer.testing import CliRunner
 
-from kvilt.cli.main import app
+from kvilt.cli.app import app
 from kvilt.server.sessions.stable_prompts import LineShape, StablePrompts, changed_lines
 
 Start = Callable[..., Any]

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from kvilt.cli.app import app
 from kvilt.cli.chat_screen import Screen
-from kvilt.cli.main import app
 from kvilt.cli.run import drafts
 from kvilt.llm import Completion, Timing, Usage
 

@@ -11,7 +11,7 @@ from tiny import write_tiny
 from torch import Tensor
 from typer.testing import CliRunner
 
-from kvilt.cli.main import app
+from kvilt.cli.app import app
 from kvilt.config import RunConfig
 from kvilt.errors import InputError, KviltError, Unsupported, WeightError
 from kvilt.executor.load import load_executor
