@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import gc
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 _META_KERNELS = "torch._meta_registrations"
+# Methods of dataclasses that most classes never use; frozen ones have the last two to refuse assignments.
+_LATE_METHODS = frozenset(f"__{name}__" for name in ("repr", "eq", "hash", "setattr", "delattr"))
 # Modules that trace or compile programs: importing one of them imports the kernels before.
 _TRACERS = frozenset(f"torch.{name}" for name in ("_dynamo", "_inductor", "_decomp", "_refs", "_prims", "onnx"))
 
@@ -30,6 +33,45 @@ def uncollected() -> Iterator[None]:
         gc.freeze()
         gc.enable()
         atexit.register(gc.unfreeze)  # so that the native module is unloaded in order
+
+
+@contextmanager
+def late_methods() -> Iterator[None]:
+    """Import modules whose dataclasses compile their methods, except `__init__`, on first use.
+
+    `dataclass` writes each method as text and compiles it, two fifths of the time to import kvilt. A run calls ten of
+    2400 such methods. Only releases of Python that write one method at a time (3.11, 3.12) can leave them for later.
+    """
+    write: Callable[..., Any] | None = getattr(dataclasses, "_create_fn", None)
+    if write is None:
+        yield
+        return
+
+    def written(name: str, *how: Any, **named: Any) -> Any:
+        return _late(name, lambda: write(name, *how, **named)) if name in _LATE_METHODS else write(name, *how, **named)
+
+    vars(dataclasses)["_create_fn"] = written
+    try:
+        yield
+    finally:
+        vars(dataclasses)["_create_fn"] = write
+
+
+def _late(name: str, write: Callable[[], Any]) -> Any:
+    """A method that is written when it is first called, and then takes its own place in the class."""
+    made: list[Any] = []
+
+    def method(self: Any, *given: Any) -> Any:
+        if not made:
+            made.append(write())
+            made[0].__qualname__ = method.__qualname__
+        for owner in type(self).__mro__:
+            if vars(owner).get(name) is method:
+                setattr(owner, name, made[0])
+        return made[0](self, *given)
+
+    method.__name__ = name
+    return method
 
 
 def defer_meta_kernels() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .errors import FAILURE, exit_on_error
-from .imports import defer_meta_kernels, uncollected
+from .imports import defer_meta_kernels, late_methods, uncollected
 from .option_groups import GRAMMAR, STORE
 
 
@@ -42,7 +42,7 @@ def start_run(
             if answer_attached(prompt, model, system, raw, sampling, {**config, **drafts}):
                 return
         defer_meta_kernels()
-        with uncollected():
+        with uncollected(), late_methods():
             from .run import RunRequest, answer, opens_chat, read_grammar
 
         usual = STORE.is_default(store) and GRAMMAR.is_default(grammar) and sampling["n"] == 1
@@ -93,7 +93,7 @@ def start_chat(
                     raise SystemExit(FAILURE)
                 return
         defer_meta_kernels()
-        with uncollected():
+        with uncollected(), late_methods():
             from .chat import chat as run_chat
         if not run_chat(model, system, saved, sampling, {**config, **drafts}, show_drafts, template_option or ()):
             raise SystemExit(FAILURE)

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from commands import ONE_THREAD, Done, kvilt, kvilt_process
 from gguf import GGUFWriter
-from tiny import write_tiny_of_bytes
 
 from kvilt import load
 from kvilt.cli.template_options import read_template_options
@@ -203,117 +202,6 @@ def test_pull_prints_where_the_model_is(model: str) -> None:
     done = kvilt("pull", "smollm2")
     assert done.returncode == 0, done.stderr
     assert Path(done.stdout.strip()).samefile(model)
-
-
-def imported(code: str) -> set[str]:
-    done = subprocess.run(
-        [sys.executable, "-c", f"{code}\nimport sys; print(*sys.modules)"], capture_output=True, text=True, check=True
-    )
-    return set(done.stdout.splitlines()[-1].split())
-
-
-def test_help_does_not_import_torch() -> None:
-    done = kvilt("run", "--help")
-    assert done.returncode == 0
-    assert "--kv-memory" in done.stdout
-    modules = imported(
-        "import sys; sys.argv = ['kvilt', '--help']\n"
-        "from kvilt.cli.main import main\n"
-        "try: main()\nexcept SystemExit: pass"
-    )
-    assert not modules & {"torch", "numpy", "tokenizers", "jinja2"}
-
-
-@pytest.mark.parametrize("asked", [["ps"], ["list"], ["config"]])
-def test_commands_that_compute_nothing_do_not_import_torch(
-    asked: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("KVILT_HOME", str(tmp_path))
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    modules = imported(
-        f"import sys; sys.argv = ['kvilt', *{asked!r}]\n"
-        "from kvilt.cli.main import main\n"
-        "try: main()\nexcept SystemExit as end: assert not end.code"
-    )
-    assert "torch" not in modules
-
-
-def test_run_imports_only_what_it_uses(tmp_path: Path) -> None:
-    """Neither its help nor an answer imports what other commands are made of."""
-    model = str(write_tiny_of_bytes(tmp_path))
-    for asked in (["run", "--help"], ["run", "--raw", "Hi", "--model", model, "--max-tokens", "2", "--threads", "1"]):
-        modules = imported(
-            f"import sys; sys.argv = ['kvilt', *{asked!r}]\n"
-            "from kvilt.cli.main import main\n"
-            "try: main()\nexcept SystemExit as end: assert not end.code"
-        )
-        rooms = {name.split(".")[1] for name in modules if name.startswith("kvilt.")}
-        assert not rooms & {"bench", "cluster"}
-        # A server of this user may answer in place of this process; looking for one needs no server.
-        assert {name for name in modules if name.startswith("kvilt.server.")} <= {"kvilt.server.running"}
-        commands = {name.removeprefix("kvilt.cli.") for name in modules if name.startswith("kvilt.cli.")}
-        commands -= {name for name in commands if name.endswith("_app")}  # options of commands alone
-        assert commands <= {
-            "attach",
-            "attached_run",
-            "keys",
-            "settings",
-            "main",
-            "app",
-            "options",
-            "option_groups",
-            "plain_args",
-            "starts",
-            "errors",
-            "imports",
-            "run",
-            "answer_writer",
-            "progress",
-            "sampling",
-            "store",
-            "texts",
-        }
-        assert ("run" in commands) == ("--help" not in asked), "an answer was asked for"
-        assert ("app" in commands) == ("--help" in asked), "plain words are read without typer"
-        heads = {name.partition(".")[0] for name in modules}
-        assert not heads & {"fastapi", "starlette", "uvicorn", "orjson", "prompt_toolkit", "matplotlib", "redis"}
-        assert "--help" in asked or not heads & {"rich", "typer", "pydantic"}, "nothing to show or to refuse"
-        assert "kvilt.sampling.grammar" not in modules, "the compiler of grammars, without one"
-        assert not modules & {"torch._refs", "torch._decomp", "torch._dynamo"}, "kernels for tensors without data"
-
-
-def test_imports_are_left_out_of_collections() -> None:
-    imported(
-        "import gc\nfrom kvilt.cli.imports import uncollected\n"
-        "gc.set_threshold(1)\ndone = []\ngc.callbacks.append(lambda phase, info: done.append(phase))\n"
-        "with uncollected():\n    seen = len(done)\n    import decimal, kvilt.config\n    assert len(done) == seen\n"
-        "assert gc.isenabled() and gc.get_freeze_count() > 1000"
-    )
-
-
-@pytest.mark.parametrize(
-    "use",
-    [
-        "torch.compile(lambda x: x.sin()[:, 1:] + 1, backend='aot_eager')(torch.ones(3, 4))",
-        "from torch._subclasses import FakeTensorMode\nwith FakeTensorMode(): torch.ones(3, 4)[torch.tensor([0, 1])]",
-        "torch._meta_registrations.meta_index_Tensor",
-    ],
-)
-def test_meta_kernels_are_there_when_they_are_needed(use: str) -> None:
-    kernels = "'torch._refs' in sys.modules"
-    imported(
-        "import sys\nfrom kvilt.cli.imports import defer_meta_kernels\n"
-        f"defer_meta_kernels()\nimport torch\nassert not {kernels}\n{use}\nassert {kernels}\n"
-        "assert torch._meta_registrations is sys.modules['torch._meta_registrations']\n"
-        "assert hasattr(torch._meta_registrations, 'activate_meta')"
-    )
-
-
-def test_importing_kvilt_costs_little_beyond_torch() -> None:
-    assert "torch" not in imported("import kvilt")
-    extra = imported("from kvilt import load, Executor, KVCache") - imported("import torch, numpy")
-    heavy = {name.split(".")[0] for name in extra}
-    assert not heavy & {"transformers", "typer", "rich", "prompt_toolkit", "gguf", "jinja2", "pydantic", "fastapi"}
 
 
 # Drawing.
