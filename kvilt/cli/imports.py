@@ -5,11 +5,12 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import gc
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 _META_KERNELS = "torch._meta_registrations"
@@ -33,6 +34,33 @@ def uncollected() -> Iterator[None]:
         gc.freeze()
         gc.enable()
         atexit.register(gc.unfreeze)  # so that the native module is unloaded in order
+
+
+@contextmanager
+def quick_imports() -> Iterator[None]:
+    """Import modules in all the ways of this file that go with a process that kvilt has for itself."""
+    defer_meta_kernels()
+    with uncollected(), late_methods(), known_frames():
+        yield
+
+
+@contextmanager
+def known_frames() -> Iterator[None]:
+    """Import modules while `inspect` finds the module of a frame by its name.
+
+    By itself it compares the files of all modules. torch asks for one while it is imported: a twentieth of that time.
+    """
+    search = inspect.getmodule
+
+    def find(asked: Any, file: str | None = None) -> ModuleType | None:
+        named = sys.modules.get(asked.f_globals.get("__name__", "")) if isinstance(asked, FrameType) else None
+        return named or search(asked, file)
+
+    vars(inspect)["getmodule"] = find
+    try:
+        yield
+    finally:
+        vars(inspect)["getmodule"] = search
 
 
 @contextmanager

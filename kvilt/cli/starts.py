@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ..server.running import running_servers
 from .errors import FAILURE, exit_on_error
-from .imports import defer_meta_kernels, late_methods, uncollected
+from .imports import quick_imports
 from .option_groups import GRAMMAR, STORE
 
 
@@ -36,13 +37,12 @@ def start_run(
     """Answer one prompt; without one, a terminal gets a chat."""
     with exit_on_error():
         plain = STORE.is_default(store) and GRAMMAR.is_default(grammar) and not any((lora, document, verbose))
-        if attach and plain and not json and not template_option and prompt != "-":
+        if attach and plain and not json and not template_option and prompt != "-" and running_servers():
             from .attached_run import answer_attached
 
             if answer_attached(prompt, model, system, raw, sampling, {**config, **drafts}):
                 return
-        defer_meta_kernels()
-        with uncollected(), late_methods():
+        with quick_imports():
             from .run import RunRequest, answer, opens_chat, read_grammar
 
         usual = STORE.is_default(store) and GRAMMAR.is_default(grammar) and sampling["n"] == 1
@@ -81,7 +81,7 @@ def start_chat(
 ) -> None:
     """Chat until the user leaves; a pipe whose commands failed ends with an error."""
     with exit_on_error():
-        if attach and not saved and not show_drafts:
+        if attach and not saved and not show_drafts and running_servers():
             from .attached_chat import chat_attached
             from .template_options import read_template_options
 
@@ -92,8 +92,7 @@ def start_chat(
                 if not well:
                     raise SystemExit(FAILURE)
                 return
-        defer_meta_kernels()
-        with uncollected(), late_methods():
+        with quick_imports():
             from .chat import chat as run_chat
         if not run_chat(model, system, saved, sampling, {**config, **drafts}, show_drafts, template_option or ()):
             raise SystemExit(FAILURE)

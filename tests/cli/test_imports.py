@@ -14,7 +14,7 @@ import pytest
 from commands import kvilt
 from tiny import write_tiny_of_bytes
 
-from kvilt.cli.imports import late_methods
+from kvilt.cli.imports import known_frames, late_methods
 
 
 def imported(code: str) -> set[str]:
@@ -63,11 +63,10 @@ def test_run_imports_only_what_it_uses(tmp_path: Path) -> None:
         assert not rooms & {"bench", "cluster"}
         # A server of this user may answer in place of this process; looking for one needs no server.
         assert {name for name in modules if name.startswith("kvilt.server.")} <= {"kvilt.server.running"}
+        assert "kvilt.cli.attach" not in modules, "and where there is none, nothing that asks it"
         commands = {name.removeprefix("kvilt.cli.") for name in modules if name.startswith("kvilt.cli.")}
         commands -= {name for name in commands if name.endswith("_app")}  # options of commands alone
         assert commands <= {
-            "attach",
-            "attached_run",
             "keys",
             "settings",
             "main",
@@ -156,6 +155,29 @@ def test_late_methods_do_what_they_do_otherwise() -> None:
             == before.__qualname__
             == vars(made_classes()[0])["__eq__"].__qualname__
         )
+
+
+def test_the_module_of_a_frame_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = [inspect.getmodule(asked) for asked in (sys._getframe(), Path, dataclasses)]
+    search = inspect.getmodule
+    with known_frames():
+        assert [inspect.getmodule(asked) for asked in (sys._getframe(), Path, dataclasses)] == usual
+        unknown = eval("sys._getframe()", {"sys": sys, "__name__": "no.module"})
+        assert inspect.getmodule(unknown) == search(unknown)
+        monkeypatch.setattr(inspect, "getabsfile", None)  # by which all modules are compared
+        assert inspect.getframeinfo(sys._getframe()).function == "test_the_module_of_a_frame_is_found_by_its_name"
+    assert inspect.getmodule is search and usual[0] is sys.modules[__name__]
+
+
+def test_a_run_does_not_compare_the_files_of_all_modules(tmp_path: Path) -> None:
+    """As `inspect` does when torch asks it for the caller of a function."""
+    words = ["run", "--raw", "Hi", "--model", str(write_tiny_of_bytes(tmp_path)), "--max-tokens", "2", "--threads", "1"]
+    imported(
+        f"import inspect, sys; sys.argv = ['kvilt', *{words!r}]\nfrom kvilt.cli.main import main\n"
+        "compare, seen = inspect.getabsfile, []\n"
+        "inspect.getabsfile = lambda *asked: seen.append(asked) or compare(*asked)\n"
+        "main()\nassert 'torch' in sys.modules and len(seen) < 100"
+    )
 
 
 @pytest.mark.skipif(not hasattr(dataclasses, "_create_fn"), reason="this release of Python writes methods at once")
