@@ -15,7 +15,7 @@ from typing import Any
 from ..config import cache_home
 from ..errors import InputError
 from .attach import AttachedModel, RemoteAnswer, attached
-from .chat_input import PipeInput, TerminalInput
+from .chat_input import open_input
 from .chat_loop import converse, plain_sentence
 from .chat_screen import Screen
 
@@ -81,11 +81,7 @@ def chat_attached(
     screen = Screen()
     screen.note(f"{found.model.names[0]} · {found.max_context:,} tokens of context · {found.note} · /help")
     with closing(AttachedChat(found, sampling, system, template)) as chat:
-        reader = (
-            TerminalInput(cache_home() / "chat_history", [f"/{name}" for name in COMMANDS])
-            if screen.interactive
-            else PipeInput()
-        )
+        reader = open_input(screen.interactive, cache_home() / "chat_history", [f"/{name}" for name in COMMANDS])
         well = converse(
             screen,
             reader,

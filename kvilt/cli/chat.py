@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import ContextOverflow, KviltError, ParamError, PoolExhausted
 from . import chat_commands as commands
-from .chat_input import InputReader, PipeInput, TerminalInput
+from .chat_input import InputReader, open_input
 from .chat_loop import converse, plain_sentence
 from .chat_screen import Screen
 from .chat_session import ChatSession, count, history_file, numbers
@@ -37,11 +37,7 @@ def chat(
             screen.note(f"{session.label} · {count(limit, 'token')} of context · /help · Ctrl+D leaves")
         if saved:
             screen.note(commands.run(session, "load", saved))
-        reader = (
-            TerminalInput(history_file(), [f"/{name}" for name in commands.COMMANDS])
-            if screen.interactive
-            else PipeInput()
-        )
+        reader = open_input(screen.interactive, history_file(), [f"/{name}" for name in commands.COMMANDS])
         return _converse(session, screen, reader) or screen.interactive
 
 

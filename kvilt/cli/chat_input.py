@@ -10,12 +10,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from prompt_toolkit import PromptSession
-from prompt_toolkit.completion import WordCompleter
-from prompt_toolkit.history import FileHistory, History, InMemoryHistory
-from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
-from prompt_toolkit.shortcuts import CompleteStyle
-
 QUOTES = '"""'
 
 
@@ -41,26 +35,6 @@ def unquoted(text: str) -> str | None:
     return text.removeprefix(QUOTES).removesuffix(QUOTES).strip("\n")
 
 
-class TerminalInput:
-    """A terminal with line editing, a history file, and Tab completion of commands."""
-
-    def __init__(self, history: Path, commands: Sequence[str]) -> None:
-        self._session: PromptSession[str] = PromptSession(
-            [("bold", "> ")],
-            multiline=True,  # the binding of Enter decides, see below
-            prompt_continuation=[("", "  ")],
-            key_bindings=_keys(),
-            history=_history(history),
-            completer=WordCompleter(list(commands), sentence=True),
-            complete_while_typing=False,
-            complete_style=CompleteStyle.READLINE_LIKE,
-        )
-
-    def read(self) -> str:
-        text: str = self._session.prompt()
-        return text
-
-
 class PipeInput:
     """Lines of a pipe or a file; invalid UTF-8 becomes U+FFFD."""
 
@@ -83,25 +57,10 @@ class PipeInput:
         return line.decode("utf-8", "replace").rstrip("\r\n")
 
 
-def _keys() -> KeyBindings:
-    keys = KeyBindings()
+def open_input(interactive: bool, history: Path, commands: Sequence[str]) -> InputReader:
+    """The terminal of a user, with a history file and the commands to complete; otherwise the lines of a pipe."""
+    if not interactive:
+        return PipeInput()
+    from .chat_terminal import TerminalInput  # prompt_toolkit, which a pipe does not need
 
-    @keys.add("enter")
-    def _(event: KeyPressEvent) -> None:
-        buffer = event.current_buffer
-        if is_open(buffer.text):
-            buffer.insert_text("\n")
-        else:
-            buffer.validate_and_handle()
-
-    return keys
-
-
-def _history(path: Path) -> History:
-    """A history file that only its owner can read; kept in memory where no file can be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch(mode=0o600)
-    except OSError:
-        return InMemoryHistory()
-    return FileHistory(str(path))
+    return TerminalInput(history, commands)
