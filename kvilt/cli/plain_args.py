@@ -42,7 +42,7 @@ class PlainCommand:
     start: Callable[..., None]
     groups: Mapping[str, OptionGroup]
     flags: Mapping[str, FlagUse]
-    positional: str | None = None  # the parameter that takes a word without a flag; "-" where there is none
+    positional: str | None = None  # the parameter that a word without a flag sets; "-" if there is no such word
 
     def read(self, words: Sequence[str]) -> dict[str, Any] | None:
         """The keywords of `start`; None where the words are not plain."""
