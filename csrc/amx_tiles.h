@@ -1,4 +1,4 @@
-// Tiles of bfloat16: the instructions of AMX, or plain functions that do the same, for machines without them.
+// Tiles of bytes or of bfloat16: the instructions of AMX, or plain functions that do the same, for machines without them.
 //
 // KVILT_AMX_EMULATED chooses the functions. Only the instructions that the kernels need are here. Tiles are named by
 // literals, since they are part of an instruction.
@@ -43,8 +43,18 @@ struct EmulatedTiles {
       std::memcpy(static_cast<uint8_t*>(to) + row * stride, bytes[tile][row], shapes.row_bytes[tile]);
   }
   // Signed bytes of `a` times unsigned bytes of `b`, four neighbours to a sum of 32 bits.
+  void multiply_bytes(int to, int a, int b) {
+    for (int m = 0; m < shapes.rows[to]; ++m)
+      for (int k = 0; k < shapes.row_bytes[a] / 4; ++k)
+        for (int n = 0; n < shapes.row_bytes[to] / 4; ++n) {
+          int32_t sum;
+          std::memcpy(&sum, &bytes[to][m][4 * n], 4);
+          for (int i = 0; i < 4; ++i) sum += int32_t(int8_t(bytes[a][m][4 * k + i])) * bytes[b][k][4 * n + i];
+          std::memcpy(&bytes[to][m][4 * n], &sum, 4);
+        }
+  }
   // The order of Intel's description: first and second numbers of pairs apart, then both sums to what was there.
-  void multiply(int to, int a, int b) {
+  void multiply_bfloats(int to, int a, int b) {
     const auto number = [&](int tile, int row, int at) {
       uint32_t bits = 0;
       std::memcpy(reinterpret_cast<char*>(&bits) + 2, &bytes[tile][row][2 * at], 2);
@@ -75,7 +85,8 @@ inline void release_tiles() {}
 #define KVILT_TILE_LOAD(tile, from, stride) tiles_of_thread.load(tile, from, stride)
 #define KVILT_TILE_STORE(tile, to, stride) tiles_of_thread.save(tile, to, stride)
 #define KVILT_TILE_ZERO(tile) tiles_of_thread.zero(tile)
-#define KVILT_TILE_MULTIPLY(to, a, b) tiles_of_thread.multiply(to, a, b)
+#define KVILT_TILE_MULTIPLY_BYTES(to, a, b) tiles_of_thread.multiply_bytes(to, a, b)
+#define KVILT_TILE_MULTIPLY_BFLOATS(to, a, b) tiles_of_thread.multiply_bfloats(to, a, b)
 
 #else
 
@@ -96,7 +107,8 @@ inline void release_tiles() { __asm__ volatile("tilerelease"); }
                    : "=m"(*reinterpret_cast<TileMemory*>(to)) \
                    : "r"(to), "r"(int64_t(stride)))
 #define KVILT_TILE_ZERO(tile) __asm__ volatile("tilezero %tmm" #tile)
-#define KVILT_TILE_MULTIPLY(to, a, b) __asm__ volatile("tdpbf16ps %tmm" #b ", %tmm" #a ", %tmm" #to)
+#define KVILT_TILE_MULTIPLY_BYTES(to, a, b) __asm__ volatile("tdpbsud %tmm" #b ", %tmm" #a ", %tmm" #to)
+#define KVILT_TILE_MULTIPLY_BFLOATS(to, a, b) __asm__ volatile("tdpbf16ps %tmm" #b ", %tmm" #a ", %tmm" #to)
 
 #endif
 

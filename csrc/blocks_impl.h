@@ -42,22 +42,25 @@ inline float remainder_limit(const float* scales, int64_t blocks, int64_t stride
   return sum * (kRemainderShare / float(blocks));
 }
 
-// A group of rows; see QuantizedRows.
-inline void quantize(const QuantizedRows& x, int64_t group) {
-  const int64_t rows = x.count(group), start = group * kRowGroup * x.blocks;
-  int8_t *values = x.values + start * kBlock, *remainder_values = x.remainder_values + start * kBlock;
-  float *floats = x.floats + start * 4, *remainder_floats = x.remainder_floats + start * 4, limits[kRowGroup];
+// `kWidth` rows stand together, kRowGroup or twice as many; see QuantizedRows.
+template <int kWidth>
+inline void quantize_group(const QuantizedRows& x, int64_t group) {
+  const int64_t rows = x.count(group), start = group * kRowGroup * x.blocks, first = group * kRowGroup % kWidth;
+  const int64_t stand = start - first * x.blocks, left = x.rows - (group * kRowGroup - first);
+  const int64_t width = left < kWidth ? left : kWidth;
+  int8_t *values = x.values + (stand + first) * kBlock, *remainder_values = x.remainder_values + start * kBlock;
+  float *floats = x.floats + stand * 4 + first, *remainder_floats = x.remainder_floats + start * 4, limits[kRowGroup];
   for (int64_t r = 0; r < rows; ++r) {
     const RowBlocks blocks(x, group * kRowGroup + r);
     for (int64_t b = 0; b < x.blocks; ++b) {
       const f32x16 low = load(blocks[b]), high = load(blocks[b] + 16);
-      quantize_block(low, high, rows, values + (b * rows + r) * kBlock, floats + b * rows * 4 + r);
+      quantize_block(low, high, width, values + (b * width + r) * kBlock, floats + b * width * 4 + r);
     }
-    limits[r] = remainder_limit(floats + r, x.blocks, rows * 4);
+    limits[r] = remainder_limit(floats + r, x.blocks, width * 4);
   }
   int32_t* remainders = x.remainders_of(group);
   int32_t found = 0;
-  for (int64_t b = 0; b < x.blocks; ++b, values += rows * kBlock, floats += rows * 4)
+  for (int64_t b = 0; b < x.blocks; ++b, values += width * kBlock, floats += width * 4)
     for (int64_t r = 0; r < rows; ++r) {
       const float scale = floats[r];
       if (!(scale * scale > limits[r])) continue;
@@ -70,6 +73,8 @@ inline void quantize(const QuantizedRows& x, int64_t group) {
     }
   remainders[0] = found;
 }
+
+inline void quantize(const QuantizedRows& x, int64_t group) { quantize_group<kRowGroup>(x, group); }
 
 // What sixteen outputs have besides their codes, for a block of inputs: w = scale * code + low. The k-formats whose
 // scales hold for half a block have two of each.

@@ -63,11 +63,13 @@ CpuFeatures cpu_features() {
   found.avx512 = found.avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                  __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
                  __builtin_cpu_supports("avx512vnni");
-  constexpr unsigned kAmxTile = 1u << 24, kAmxBfloat16 = 1u << 22, kBfloat16 = 1u << 5;
-  const bool tiles = (leaf_7(0).edx & (kAmxTile | kAmxBfloat16)) == (kAmxTile | kAmxBfloat16);
+  constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24, kAmxInt8 = 1u << 25, kBfloat16 = 1u << 5;
+  const unsigned amx = leaf_7(0).edx;
+  const bool tiles = (amx & kAmxTile) && may_use_tiles();
   found.avx512bf16 = found.avx512 && (leaf_7(0).eax >= 1) && (leaf_7(1).eax & kBfloat16);
   found.avx512vbmi = found.avx512bf16 && __builtin_cpu_supports("avx512vbmi");
-  found.amx = found.avx512vbmi && tiles && may_use_tiles();
+  found.amx = found.avx512bf16 && tiles && (amx & kAmxInt8);
+  found.amx_bf16 = found.avx512vbmi && tiles && (amx & kAmxBf16);
 #elif defined(KVILT_ARM) && defined(__linux__)
   constexpr unsigned long kDotProduct = 1ul << 20, kInt8Matrix = 1ul << 13;  // HWCAP_ASIMDDP, HWCAP2_I8MM
   found.dotprod = getauxval(AT_HWCAP) & kDotProduct;

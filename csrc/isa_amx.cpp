@@ -1,6 +1,6 @@
 // Tiles of AMX beside the AVX-512 kernels.
 #define KVILT_ISA amx
-#include "amx_impl.h"
+#include "amx_int8_impl.h"
 
 namespace kvilt {
 constexpr TileKernels kAmxKernels = amx::tile_kernels();

@@ -23,30 +23,40 @@ const KernelTable& avx512bf16_table() {
   return table;
 }
 
-// Products in bfloat16 as well, by tiles.
-KernelTable with_tiles(const char* isa, const TileKernels& tiles) {
-  KernelTable table = avx512bf16_table();
+// Products by tiles: of bytes with the bits of AVX-512, of bfloat16 with their own.
+KernelTable with_tiles(const char* isa, const char* numerics, const KernelTable& beside, const TileKernels& tiles) {
+  KernelTable table = beside;
   table.isa = isa;
-  table.numerics = "amx";
+  table.numerics = numerics;
   LinearKernels& linear = table.linear;
   linear.quantize = tiles.quantize;
   linear.linear_tiles = tiles.linear_tiles;
   linear.gate_up_tiles = tiles.gate_up_tiles;
   linear.embed = tiles.embed;
-  linear.layout = Layout::kRows;
+  linear.layout = tiles.layout;
   linear.tiles_at_once = tiles.tiles_at_once;
   linear.groups_at_once = tiles.groups_at_once;
   return table;
 }
 
 const KernelTable& amx_table() {
-  static const KernelTable table = with_tiles("amx", kAmxKernels);
+  static const KernelTable table = with_tiles("amx", "avx512bf16", avx512bf16_table(), kAmxKernels);
   return table;
 }
 
-const KernelTable& emulated_amx_table() {
-  static const KernelTable table = with_tiles("amx-emulated", kEmulatedAmxKernels);
+const KernelTable& amx_bf16_table() {
+  static const KernelTable table = with_tiles("amx-bf16", "amx-bf16", avx512bf16_table(), kAmxBf16Kernels);
   return table;
+}
+
+// Those that only tests ask for by name.
+const KernelTable* emulated_table(const std::string& isa, const CpuFeatures& cpu) {
+  static const KernelTable bytes = with_tiles("amx-emulated", "avx512", kAvx512Kernels, kEmulatedAmxKernels);
+  if (cpu.avx512 && isa == bytes.isa) return &bytes;
+  if (!cpu.avx512vbmi) return nullptr;
+  static const KernelTable bfloats =
+      with_tiles("amx-bf16-emulated", "amx-bf16", avx512bf16_table(), kEmulatedAmxBf16Kernels);
+  return isa == bfloats.isa ? &bfloats : nullptr;
 }
 
 #endif
@@ -57,6 +67,7 @@ std::vector<const KernelTable*> available_tables() {
   [[maybe_unused]] const CpuFeatures cpu = cpu_features();
 #if defined(KVILT_X86)
   if (cpu.amx) found.push_back(&amx_table());
+  if (cpu.amx_bf16) found.push_back(&amx_bf16_table());
   if (cpu.avx512bf16) found.push_back(&avx512bf16_table());
   if (cpu.avx512) found.push_back(&kAvx512Kernels);
   if (cpu.avx_vnni) found.push_back(&kAvxVnniKernels);
@@ -81,7 +92,7 @@ const KernelTable& find_kernels(const std::string& isa) {
   for (const KernelTable* table : available_tables())
     if (isa == "auto" || isa == table->isa) return *table;
 #if defined(KVILT_X86)
-  if (isa == emulated_amx_table().isa && cpu_features().avx512vbmi) return emulated_amx_table();
+  if (const KernelTable* table = emulated_table(isa, cpu_features())) return *table;
 #endif
   throw std::invalid_argument("this machine cannot run the instruction set " + isa);
 }

@@ -52,7 +52,7 @@ struct PackedWeight {
 
 // Rows of activations, as they are and as int8. Rows stand in groups of eight (the last may be smaller), and inside a
 // group of R rows the blocks follow each other: [block][R][32] values, [block][4][R] floats. The floats are the scale,
-// the scaled sum of the block, and the scaled sums of its halves.
+// the scaled sum of the block, and the scaled sums of its halves. With AMX two groups stand as one of up to sixteen rows.
 //
 // Few blocks of a row hold its largest activations, and most of the error of eight bits. What eight bits leave of these
 // blocks is quantized to eight more: the remainders of a group, [remainder][32] values and [remainder][4] floats,
@@ -124,6 +124,7 @@ struct TileKernels {
   decltype(LinearKernels::linear_tiles) linear_tiles;
   decltype(LinearKernels::gate_up_tiles) gate_up_tiles;
   decltype(LinearKernels::embed) embed;
+  Layout layout;
   int64_t tiles_at_once, groups_at_once;
 };
 

@@ -186,7 +186,7 @@ std::vector<float> numbers(int64_t count, uint64_t seed) {
 
 // How far attention may be from the generic kernels, which are float32. Values and weights in bfloat16 have eight bits.
 double attention_tolerance(const KernelTable& table, KVDtype dtype) {
-  const bool pairs = std::strcmp(table.numerics, "avx512bf16") == 0 || std::strcmp(table.numerics, "amx") == 0;
+  const bool pairs = std::strcmp(table.numerics, "avx512bf16") == 0 || std::strcmp(table.numerics, "amx-bf16") == 0;
   return pairs && dtype != KVDtype::kFloat32 ? 4e-3 : 1e-4;
 }
 

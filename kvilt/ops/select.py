@@ -52,7 +52,7 @@ def _reference(device: torch.device, _threads: int | None) -> Ops:
 BACKENDS: Mapping[str, MakeOps] = MappingProxyType(
     {"native": partial(_native, "auto"), "triton": partial(_triton, torch.bfloat16, False), "reference": _reference}
 )
-_ISAS = ("amx", "avx512bf16", "avx512", "avxvnni", "avx2", "i8mm", "neon", "generic")
+_ISAS = ("amx", "amx-bf16", "avx512bf16", "avx512", "avxvnni", "avx2", "i8mm", "neon", "generic")
 # Native kernels of one instruction set, for bits (and KV) that several kinds of machine share; and the CUDA kernels
 # with weights, activations and KV in float32, beside which the usual ones can be judged.
 NARROWED: Mapping[str, MakeOps] = MappingProxyType(

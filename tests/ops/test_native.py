@@ -39,8 +39,8 @@ def runs(isa: str) -> bool:
     return True
 
 
-# The source of the AMX kernels with its tiles in plain C++, for machines with AVX-512, BF16 and VBMI.
-EMULATED = [isa for isa in ("amx-emulated",) if runs(isa)]
+# The source of AMX kernels with their tiles in plain C++, for machines with AVX-512, BF16 and VBMI.
+EMULATED = [isa for isa in ("amx-bf16-emulated",) if runs(isa)]
 PACKED = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "Q2_K", "Q3_K", "IQ4_XS", "Q4_K", "Q5_K", "Q6_K"]
 BYTES = ["IQ3_S", "IQ2_XS"]  # formats that become blocks of bytes
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -53,7 +53,7 @@ def ops(request: pytest.FixtureRequest) -> NativeOps:
 
 def in_bfloat16(ops: NativeOps) -> bool:
     """Whether products take weights and activations in bfloat16."""
-    return ops.numerics.endswith("/amx")
+    return ops.numerics.endswith("/amx-bf16")
 
 
 def random_blocks(name: str, rows: int, columns: int, seed: int = 0) -> QuantTensor:
@@ -128,7 +128,7 @@ def off_ties(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("name", PACKED)
 def test_linear_is_exact_but_for_the_rounding_of_activations(ops: NativeOps, name: str) -> None:
     if in_bfloat16(ops):
-        pytest.skip("rounds weights too: test_amx.py")
+        pytest.skip("rounds weights too: test_amx_bf16.py")
     weight, rows = random_blocks(name, 37, 512), (1, 5, 8, 27)
     plain = dequantize(weight).double()
     for x in map(off_ties, (*(torch.randn(n, 512) for n in rows), *(with_outliers(n, 512) for n in rows))):

@@ -95,14 +95,14 @@ inline void multiply(const uint16_t* const (&weights)[2], const WideGroup& one, 
     KVILT_TILE_LOAD(6, first, one.stride());
     prefetch_tile(weights[0] + (i + 1) * kBlockNumbers);
     prefetch_tile(first + one.step);
-    KVILT_TILE_MULTIPLY(0, 4, 6);
+    KVILT_TILE_MULTIPLY_BFLOATS(0, 4, 6);
     if constexpr (G == 2) KVILT_TILE_LOAD(7, second, two.stride());
     if constexpr (G == 2) prefetch_tile(second + two.step);
-    if constexpr (G == 2) KVILT_TILE_MULTIPLY(1, 4, 7);
+    if constexpr (G == 2) KVILT_TILE_MULTIPLY_BFLOATS(1, 4, 7);
     if constexpr (T == 2) KVILT_TILE_LOAD(5, weights[1] + i * kBlockNumbers, 64);
     if constexpr (T == 2) prefetch_tile(weights[1] + (i + 1) * kBlockNumbers);
-    if constexpr (T == 2) KVILT_TILE_MULTIPLY(2, 5, 6);
-    if constexpr (T == 2 && G == 2) KVILT_TILE_MULTIPLY(3, 5, 7);
+    if constexpr (T == 2) KVILT_TILE_MULTIPLY_BFLOATS(2, 5, 6);
+    if constexpr (T == 2 && G == 2) KVILT_TILE_MULTIPLY_BFLOATS(3, 5, 7);
   }
   KVILT_TILE_STORE(0, sums[0][0], 64);
   if constexpr (G == 2) KVILT_TILE_STORE(1, sums[0][1], 64);
@@ -128,12 +128,12 @@ inline void multiply_few(const Slot* slots, const QuantizedRows& x, const WideGr
     if (b + 1 < x.blocks) unpack(b + 1, next);
     KVILT_TILE_LOAD(4, weights[0], 64);
     KVILT_TILE_LOAD(6, one.block(b), one.stride());
-    KVILT_TILE_MULTIPLY(0, 4, 6);
+    KVILT_TILE_MULTIPLY_BFLOATS(0, 4, 6);
     if constexpr (G == 2) KVILT_TILE_LOAD(7, two.block(b), two.stride());
-    if constexpr (G == 2) KVILT_TILE_MULTIPLY(1, 4, 7);
+    if constexpr (G == 2) KVILT_TILE_MULTIPLY_BFLOATS(1, 4, 7);
     if constexpr (T == 2) KVILT_TILE_LOAD(5, weights[T - 1], 64);
-    if constexpr (T == 2) KVILT_TILE_MULTIPLY(2, 5, 6);
-    if constexpr (T == 2 && G == 2) KVILT_TILE_MULTIPLY(3, 5, 7);
+    if constexpr (T == 2) KVILT_TILE_MULTIPLY_BFLOATS(2, 5, 6);
+    if constexpr (T == 2 && G == 2) KVILT_TILE_MULTIPLY_BFLOATS(3, 5, 7);
     for (int slot = 0; slot < T; ++slot) weights[slot] = next[slot];
   }
   KVILT_TILE_STORE(0, sums[0][0], 64);
@@ -273,7 +273,7 @@ inline void gate_up_tiles(const PackedWeight& gate, const PackedWeight& up, int6
 }
 
 constexpr TileKernels tile_kernels() {
-  return {round_rows, linear_tiles, gate_up_tiles, embed<Layout::kRows>, kSlots, kMostGroups};
+  return {round_rows, linear_tiles, gate_up_tiles, embed<Layout::kRows>, Layout::kRows, kSlots, kMostGroups};
 }
 
 }  // namespace kvilt::KVILT_ISA

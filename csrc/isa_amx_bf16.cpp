@@ -1,0 +1,7 @@
+// Tiles of AMX in bfloat16, in the place of all products of the AVX-512 kernels.
+#define KVILT_ISA amx_bf16
+#include "amx_bf16_impl.h"
+
+namespace kvilt {
+constexpr TileKernels kAmxBf16Kernels = amx_bf16::tile_kernels();
+}  // namespace kvilt
