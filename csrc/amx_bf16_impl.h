@@ -207,8 +207,10 @@ inline void round_rows(const QuantizedRows& x, int64_t group) {
   alignas(64) float pairs[kRowGroup][kPairs];  // bits; they are only moved
   for (int64_t b = 0; b < x.blocks; ++b, out += kPairs * x.rows) {
     for (int64_t r = 0; r < rows; ++r) {
-      const RowBlocks blocks(x, group * kRowGroup + r);
-      _mm512_store_si512(pairs[r], to_bfloats(load(blocks[b]), load(blocks[b] + 16)));
+      const int64_t row = group * kRowGroup + r;
+      const bool whole = (b + 1) * kBlock <= x.inputs;
+      const auto round = [&](const float* from) { return to_bfloats(load(from), load(from + 16)); };
+      _mm512_store_si512(pairs[r], round(whole ? x.plain + row * x.inputs + b * kBlock : RowBlocks(x, row).last));
     }
     if (rows == kRowGroup)
       for (int pair = 0; pair < kPairs; pair += 8) transpose_8(pairs[0] + pair, kPairs, out + pair * width, width);
