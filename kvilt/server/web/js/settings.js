@@ -123,11 +123,11 @@ export class Settings {
     for (const { input } of this.rest) input.addEventListener('change', () => this.showSampling());
     this.system.addEventListener('input', () => this.prompts.show());
     for (const box of [this.tools, this.schema]) box.addEventListener('input', () => this.checkJson());
-    this.dialog.addEventListener('close', () => this.take());
-    this.dialog.addEventListener('click', (event) => event.target === this.dialog && this.dialog.close());
+    this.dialog.addEventListener('close', () => this.take()); // Escape
+    this.dialog.addEventListener('click', (event) => event.target === this.dialog && this.leave());
     this.dialog.querySelector('form').addEventListener('submit', (event) => {
       event.preventDefault();
-      this.dialog.close();
+      this.leave();
     });
   }
 
@@ -179,6 +179,12 @@ export class Settings {
     this.checkJson();
     this.forget.hidden = !this.keys.current();
     this.dialog.showModal();
+  }
+
+  /** Close with what was entered. The browser's own event comes later, and input that follows may overtake it. */
+  leave() {
+    this.take();
+    this.dialog.close();
   }
 
   take() {
