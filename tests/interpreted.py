@@ -37,7 +37,12 @@ def _widened(handle: Any) -> Any:
 
 
 def _dot(self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
-    return _create_dot(self, _widened(a), _widened(b), d, *rest)
+    """Floats are multiplied in float64 and rounded once: numpy sums rows of one product in orders of their own."""
+    a, b = _widened(a), _widened(b)
+    if a.dtype.scalar != tl.float32 or b.dtype.scalar != tl.float32 or d.dtype.scalar != tl.float32:
+        return _create_dot(self, a, b, d, *rest)
+    product = np.matmul(a.data, b.data, dtype=np.float64).astype(np.float32)
+    return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
 
 
 interpreter.InterpreterBuilder.create_dot = _dot
