@@ -51,6 +51,12 @@ def ops(request: pytest.FixtureRequest) -> NativeOps:
     return NativeOps(2, request.param)
 
 
+@pytest.fixture(scope="module", params=[isa for isa in ISAS if isa != "amx-bf16"])
+def byte_ops(request: pytest.FixtureRequest) -> NativeOps:
+    """Those whose activations are bytes; the others are in test_amx_bf16.py."""
+    return NativeOps(2, request.param)
+
+
 def in_bfloat16(ops: NativeOps) -> bool:
     """Whether products take weights and activations in bfloat16."""
     return ops.numerics.endswith("/amx-bf16")
@@ -126,26 +132,22 @@ def off_ties(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", PACKED)
-def test_linear_is_exact_but_for_the_rounding_of_activations(ops: NativeOps, name: str) -> None:
-    if in_bfloat16(ops):
-        pytest.skip("rounds weights too: test_amx_bf16.py")
+def test_linear_is_exact_but_for_the_rounding_of_activations(byte_ops: NativeOps, name: str) -> None:
     weight, rows = random_blocks(name, 37, 512), (1, 5, 8, 27)
     plain = dequantize(weight).double()
     for x in map(off_ties, (*(torch.randn(n, 512) for n in rows), *(with_outliers(n, 512) for n in rows))):
         truth, size = as_kernels_see(x) @ plain.T, x.double().abs() @ plain.abs().T  # what rounding is relative to
         # What eight bits leave may still lie between two whole numbers; it is a hundredth of the first rounding.
-        assert float(((ops.linear(x, ops.prepare(weight)) - truth) / size).abs().max()) < 1e-4
+        assert float(((byte_ops.linear(x, byte_ops.prepare(weight)) - truth) / size).abs().max()) < 1e-4
 
 
 @pytest.mark.parametrize("name", PACKED)
-def test_blocks_of_large_activations_keep_fifteen_bits(ops: NativeOps, name: str) -> None:
-    if in_bfloat16(ops):
-        pytest.skip("all of its activations keep eight bits, which are those of each number")
+def test_blocks_of_large_activations_keep_fifteen_bits(byte_ops: NativeOps, name: str) -> None:
     weight, x = random_blocks(name, 37, 2048), torch.zeros(11, 2048)
     x[:, 64:96] = torch.randn(11, 32) * 100
     x[torch.arange(11), 300 + 100 * torch.arange(11)] = 77.0  # each row has a block of its own
     plain = dequantize(weight).double()
-    error = (ops.linear(x, ops.prepare(weight)) - x.double() @ plain.T) / (x.double().abs() @ plain.abs().T)
+    error = (byte_ops.linear(x, byte_ops.prepare(weight)) - x.double() @ plain.T) / (x.double().abs() @ plain.abs().T)
     assert float(error.abs().max()) < 5e-5  # eight bits alone: 1e-3
 
 
