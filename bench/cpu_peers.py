@@ -13,7 +13,7 @@ install a PYTHONPATH does not choose it).
 
     python -m venv ~/.cache/kvilt-bench/venv && . ~/.cache/kvilt-bench/venv/bin/activate
     pip install -c constraints.txt llama-cpp-python gguf            # builds llama.cpp for this machine
-    pip install -c constraints.txt torch transformers onnxruntime-genai onnx_ir openvino-genai ctranslate2
+    pip install -c constraints.txt torch transformers accelerate onnxruntime-genai onnx_ir openvino-genai ctranslate2
     python bench/peers/make_q4_0.py SmolLM2-135M-Instruct.Q4_1.gguf ~/.cache/kvilt-bench/SmolLM2-135M-Instruct.Q4_0.gguf
     python bench/peers/convert.py SmolLM2-135M-Instruct.Q4_1.gguf hf onnx-int4 ct2-int8   # the others, same weights
     python -m venv export && export/bin/pip install torch openvino nncf "optimum-intel>=1.25" "transformers<5"
