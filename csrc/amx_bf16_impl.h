@@ -234,12 +234,8 @@ inline void linear_tiles(const PackedWeight& w, int64_t tile, int64_t last_tile,
       const f32x16 bias = to.bias ? load_lanes(to.bias + at, lanes) : f32x16{};
       f32x16 total[kWide];
       transpose_16(sums[slot][wide - first_wide], total);
-      for (int64_t r = 0; r < WideGroup(x, wide).rows; ++r) {
-        const int64_t place = (wide * kWide + r) * w.outputs + at;
-        f32x16 value = to.bias ? total[r] + bias : total[r];
-        if (to.residual) value = load_lanes(to.residual + place, lanes) + value;
-        store_lanes(to.out + place, value, lanes);
-      }
+      for (int64_t r = 0; r < WideGroup(x, wide).rows; ++r)
+        store_outputs(to, (wide * kWide + r) * w.outputs + at, total[r], bias, lanes);
     }
 }
 

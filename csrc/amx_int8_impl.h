@@ -283,12 +283,8 @@ inline void linear_tile(const PackedWeight& w, int64_t tile, const QuantizedRows
     alignas(64) float totals[kMostRows * kTile];
     run_product(w, tile, x, begin, end, totals);
     const float* total = totals;
-    for (int64_t row = begin * kRowGroup; row < last_row(x, end); ++row, total += kTile) {
-      const int64_t place = row * w.outputs + at;
-      f32x16 value = to.bias ? load(total) + bias : load(total);
-      if (to.residual) value = load_lanes(to.residual + place, lanes) + value;
-      store_lanes(to.out + place, value, lanes);
-    }
+    for (int64_t row = begin * kRowGroup; row < last_row(x, end); ++row, total += kTile)
+      store_outputs(to, row * w.outputs + at, load(total), bias, lanes);
   };
   over_groups(first, last, wide,
               [&](int64_t group) { kAvx512Kernels.linear.linear_tiles(w, tile, tile + 1, x, group, group + 1, to); });

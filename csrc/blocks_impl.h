@@ -184,4 +184,11 @@ inline void store_lanes(float* p, f32x16 v, int64_t count) {
   std::memcpy(p, lanes, count * sizeof(float));
 }
 
+// Sixteen outputs of a row: out = product + bias + residual. `place` is where they begin.
+inline void store_outputs(const LinearOutput& to, int64_t place, f32x16 product, f32x16 bias, int64_t lanes) {
+  f32x16 value = to.bias ? product + bias : product;
+  if (to.residual) value = load_lanes(to.residual + place, lanes) + value;
+  store_lanes(to.out + place, value, lanes);
+}
+
 }  // namespace kvilt::KVILT_ISA

@@ -164,12 +164,7 @@ inline void linear_tile(const PackedWeight& w, int64_t tile, const QuantizedRows
     groups = together(w, x, group, last);
     product(w, tile, x, group, groups, acc);
     const int64_t rows = groups == 2 ? kRowsAtOnce : x.count(group);
-    for (int64_t r = 0; r < rows; ++r) {
-      const int64_t place = (group * kRowGroup + r) * w.outputs + at;
-      f32x16 value = to.bias ? acc[r] + bias : acc[r];
-      if (to.residual) value = load_lanes(to.residual + place, lanes) + value;
-      store_lanes(to.out + place, value, lanes);
-    }
+    for (int64_t r = 0; r < rows; ++r) store_outputs(to, (group * kRowGroup + r) * w.outputs + at, acc[r], bias, lanes);
   }
 }
 
