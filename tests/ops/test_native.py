@@ -156,7 +156,10 @@ def test_a_row_of_zeros_beside_rests_stays_zero(ops: NativeOps) -> None:
     x[2], x[4] = 0.0, 1e-37  # too small for a scale
     found = ops.linear(x, packed)
     assert not found[2].any()
-    assert float(found[4].abs().max()) < 1e-30  # zero, where activations are bytes
+    if in_bfloat16(ops):  # which has numbers that small
+        assert float(found[4].abs().max()) < 1e-30
+    else:
+        assert not found[4].any()
 
 
 @settings(max_examples=examples(40), derandomize=True)
