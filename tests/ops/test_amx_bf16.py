@@ -51,7 +51,7 @@ def test_products_are_those_of_numbers_in_bfloat16(tiles: NativeOps, name: str) 
             # Two roundings of eight bits each, of which that of four-bit weights may take 0.7 of the last bit.
             assert float(((found - x.double() @ plain.double().T) / size).abs().max()) < 1.25 * 2**-8
             if name in ("Q4_0", "Q4_1", "Q4_K", "IQ4_XS"):
-                continue  # ties of codes of four bits go up as often as down, not to the even number
+                continue  # numbers of four bits are cut after a factor, not rounded to the nearest
             assert float(((found - rounded(x) @ rounded(plain).T) / size).abs().max()) < 1e-6
 
 
