@@ -8,6 +8,7 @@
 // of rows together, so that a load serves two products. Few rows: unpacking takes longer than multiplying, so the tiles
 // multiply one block while the next one is unpacked.
 #pragma once
+#include <algorithm>
 #include <memory>
 
 #include "amx_tiles.h"
@@ -22,12 +23,12 @@ namespace kvilt::KVILT_ISA {
 constexpr int kWide = 2 * kRowGroup;   // rows of a tile
 constexpr int64_t kSlots = 8;          // tiles of outputs of a call
 constexpr int64_t kMostGroups = 64;    // groups of rows of a call
-constexpr int64_t kBlocksAtOnce = 16;  // whose weights are unpacked at once
+constexpr int64_t kBlocksAtOnce = 32;  // whose weights are unpacked at once: a chunk
 constexpr int kSums = kTile * kWide;   // of a tile
 
 using WideSums = float[kMostGroups / 2][kSums];  // of each wide group: [output][row]
 struct Room {
-  alignas(64) uint16_t weights[2][kBlocksAtOnce][kBlockNumbers];
+  alignas(64) uint16_t weights[kBlocksAtOnce][2][kBlockNumbers];
   alignas(64) WideSums sums[kSlots];
 };
 inline Room& room_of_thread() {
@@ -41,24 +42,24 @@ struct Slot {
   int64_t tile;
 
   const uint8_t* data() const { return weight->data + tile * tile_bytes(weight->kind, weight->inputs); }
-  // Blocks [first, first + count) as bfloat16, in `room` unless they are that already.
-  const uint16_t* blocks(int64_t first, int64_t count, uint16_t* room) const {
-    if (weight->kind == WeightKind::kBfloat16) return reinterpret_cast<const uint16_t*>(data()) + first * kBlockNumbers;
-    kUnpacks[int(weight->kind)](data(), first, count, room);
-    return room;
-  }
 };
 
-// Up to sixteen rows, of which the first is a multiple of it.
+// Up to sixteen rows, of which the first is a multiple of it. Two of these groups stand together: see QuantizedRows.
 struct WideGroup {
-  const uint16_t* values;
-  int64_t rows, step;  // numbers from block to block
+  const QuantizedRows& x;
+  int64_t pair, second, rows,
+      both;  // the first row of the pair; whether this is its second group; rows of it, and of the pair
 
   WideGroup(const QuantizedRows& x, int64_t wide)
-      : values(reinterpret_cast<const uint16_t*>(x.values) + wide * kWide * kBlock),
-        rows(x.rows - wide * kWide < kWide ? x.rows - wide * kWide : kWide), step(x.rows * kBlock) {}
-  const uint16_t* block(int64_t b) const { return values + b * step; }
-  int64_t stride() const { return 4 * rows; }  // bytes from pair to pair of a block
+      : x(x), pair(wide / 2 * 2 * kWide), second(wide % 2), rows(std::min<int64_t>(kWide, x.rows - wide * kWide)),
+        both(std::min<int64_t>(2 * kWide, x.rows - pair)) {}
+  int64_t step() const { return both * kBlock; }  // numbers from block to block of a chunk
+  int64_t stride() const { return 4 * rows; }     // bytes from pair to pair of a block
+  uint16_t* block(int64_t b) const {
+    const int64_t at = b % kBlocksAtOnce, chunk = b - at, blocks = std::min(kBlocksAtOnce, x.blocks - chunk);
+    const int64_t row = chunk * x.rows + pair * blocks + at * both + second * kWide;
+    return reinterpret_cast<uint16_t*>(x.values) + row * kBlock;
+  }
 };
 
 // Tiles 0 and 2 hold sums of the first of two wide groups, 1 and 3 of the second; 4 and 5 weights; 6 and 7 the groups.
@@ -70,13 +71,9 @@ inline void configure(const WideGroup& first, const WideGroup& second) {
   configure_tiles(shapes);
 }
 
-inline void prefetch_tile(const uint16_t* p) {
-  for (int line = 0; line < 16; ++line) __builtin_prefetch(p + 32 * line);
-}
-
 // Some blocks of one or two tiles of outputs with one or two wide groups: adds to sums[output tile][group].
 template <int T, int G>
-inline void multiply(const uint16_t* const (&weights)[2], const WideGroup& one, const WideGroup& two, int64_t b,
+inline void multiply(const UnpackedBlocks (&weights)[2], const WideGroup& one, const WideGroup& two, int64_t b,
                      int64_t blocks, float* const (&sums)[2][2]) {
   if (b == 0) {
     KVILT_TILE_ZERO(0);
@@ -89,20 +86,21 @@ inline void multiply(const uint16_t* const (&weights)[2], const WideGroup& one, 
     if constexpr (T == 2) KVILT_TILE_LOAD(2, sums[1][0], 64);
     if constexpr (T == 2 && G == 2) KVILT_TILE_LOAD(3, sums[1][1], 64);
   }
+  const uint16_t *rows = one.block(b), *more = two.block(b), *weight = weights[0].first, *other = weights[1].first;
   for (int64_t i = 0; i < blocks; ++i) {
-    const uint16_t *first = one.block(b + i), *second = two.block(b + i);
-    KVILT_TILE_LOAD(4, weights[0] + i * kBlockNumbers, 64);
-    KVILT_TILE_LOAD(6, first, one.stride());
-    prefetch_tile(weights[0] + (i + 1) * kBlockNumbers);
-    prefetch_tile(first + one.step);
+    KVILT_TILE_LOAD(4, weight, 64);
+    KVILT_TILE_LOAD(6, rows, one.stride());
+    rows += one.step();
+    for (int line = 0; line < 16 * G; ++line) __builtin_prefetch(rows + 32 * line);
     KVILT_TILE_MULTIPLY_BFLOATS(0, 4, 6);
-    if constexpr (G == 2) KVILT_TILE_LOAD(7, second, two.stride());
-    if constexpr (G == 2) prefetch_tile(second + two.step);
+    if constexpr (G == 2) KVILT_TILE_LOAD(7, more, two.stride());
     if constexpr (G == 2) KVILT_TILE_MULTIPLY_BFLOATS(1, 4, 7);
-    if constexpr (T == 2) KVILT_TILE_LOAD(5, weights[1] + i * kBlockNumbers, 64);
-    if constexpr (T == 2) prefetch_tile(weights[1] + (i + 1) * kBlockNumbers);
+    if constexpr (T == 2) KVILT_TILE_LOAD(5, other, 64);
     if constexpr (T == 2) KVILT_TILE_MULTIPLY_BFLOATS(2, 5, 6);
     if constexpr (T == 2 && G == 2) KVILT_TILE_MULTIPLY_BFLOATS(3, 5, 7);
+    weight += weights[0].step;
+    other += weights[1].step;
+    more += two.step();
   }
   KVILT_TILE_STORE(0, sums[0][0], 64);
   if constexpr (G == 2) KVILT_TILE_STORE(1, sums[0][1], 64);
@@ -110,13 +108,15 @@ inline void multiply(const uint16_t* const (&weights)[2], const WideGroup& one, 
   if constexpr (T == 2 && G == 2) KVILT_TILE_STORE(3, sums[1][1], 64);
 }
 
-// One or two tiles of outputs with all blocks of one or two wide groups: unpacks a block while the one before is
-// multiplied.
-template <int T, int G>
-inline void multiply_few(const Slot* slots, const QuantizedRows& x, const WideGroup& one, const WideGroup& two,
-                         Room& room, WideSums* sums) {
-  const auto unpack = [&](int64_t b, const uint16_t*(&to)[T]) {
-    for (int slot = 0; slot < T; ++slot) to[slot] = slots[slot].blocks(b, 1, room.weights[slot][b % kBlocksAtOnce]);
+// T tiles of outputs, weights of one kind, with all blocks of one or two wide groups: unpacks a block while the one before
+// is multiplied.
+template <WeightKind K, int T, int G>
+void multiply_few(const Slot* slots, const QuantizedRows& x, const WideGroup& one, const WideGroup& two, Room& room,
+                  WideSums* sums) {
+  const uint8_t* data[T];
+  for (int slot = 0; slot < T; ++slot) data[slot] = slots[slot].data();
+  const auto unpack = [&](int64_t b, const uint16_t*(&to)[T]) __attribute__((always_inline)) {
+    for (int slot = 0; slot < T; ++slot) to[slot] = block_of<K>(data[slot], b, room.weights[b % 2][slot]);
   };
   const uint16_t *weights[T], *next[T] = {};
   KVILT_TILE_ZERO(0);
@@ -142,12 +142,30 @@ inline void multiply_few(const Slot* slots, const QuantizedRows& x, const WideGr
   if constexpr (T == 2 && G == 2) KVILT_TILE_STORE(3, sums[T - 1][1], 64);
 }
 
+// By the kind of weights: one and two tiles of outputs, with one and two wide groups.
+using MultiplyFew = void (*)(const Slot* slots, const QuantizedRows& x, const WideGroup& one, const WideGroup& two,
+                             Room& room, WideSums* sums);
+struct FewProducts {
+  MultiplyFew of[2][2];
+};
+template <WeightKind K>
+constexpr FewProducts few_of() {
+  if constexpr (K == WeightKind::kFloat32) return {};
+  else return {{{multiply_few<K, 1, 1>, multiply_few<K, 1, 2>}, {multiply_few<K, 2, 1>, multiply_few<K, 2, 2>}}};
+}
+template <int... K>
+constexpr std::array<FewProducts, kWeightKinds> all_few(std::integer_sequence<int, K...>) {
+  return {few_of<WeightKind(K)>()...};
+}
+constexpr std::array<FewProducts, kWeightKinds> kFew = all_few(std::make_integer_sequence<int, kWeightKinds>());
+
 // Up to two tiles of outputs with any number of wide groups.
 inline void multiply_many(const Slot* slots, int64_t count, const QuantizedRows& x, int64_t first, int64_t last,
                           int64_t b, Room& room, WideSums* sums) {
   const int64_t blocks = x.blocks - b < kBlocksAtOnce ? x.blocks - b : kBlocksAtOnce, other = count - 1;
-  const uint16_t* weights[2] = {};
-  for (int64_t slot = 0; slot < count; ++slot) weights[slot] = slots[slot].blocks(b, blocks, room.weights[slot][0]);
+  UnpackedBlocks weights[2] = {};
+  for (int64_t slot = 0; slot < count; ++slot)
+    weights[slot] = kUnpacks[int(slots[slot].weight->kind)](slots[slot].data(), b, blocks, room.weights[0][slot]);
   bool whole = true;  // tiles are configured for wide groups of sixteen rows
   configure(WideGroup(x, first), WideGroup(x, first));
   for (int64_t wide = first; wide < last; wide += 2) {
@@ -171,11 +189,12 @@ inline void multiply_slots(const Slot* slots, int64_t count, const QuantizedRows
   Room& room = room_of_thread();
   if (last - first <= 2) {
     const WideGroup one(x, first), two(x, last - 1);
-    const auto few = last - first == 2 ? multiply_few<2, 2> : multiply_few<2, 1>;
-    const auto rest = last - first == 2 ? multiply_few<1, 2> : multiply_few<1, 1>;
     configure(one, two);
-    for (int64_t slot = 0; slot < count; slot += 2)
-      (slot + 1 < count ? few : rest)(slots + slot, x, one, two, room, sums + slot);
+    for (int64_t slot = 0, together; slot < count; slot += together) {
+      const WeightKind kind = slots[slot].weight->kind;
+      together = slot + 1 < count && slots[slot + 1].weight->kind == kind ? 2 : 1;
+      kFew[int(kind)].of[together - 1][last - first - 1](slots + slot, x, one, two, room, sums + slot);
+    }
   } else {
     for (int64_t b = 0; b < x.blocks; b += kBlocksAtOnce)
       for (int64_t slot = 0; slot < count; slot += 2)
@@ -199,25 +218,33 @@ inline void multiply_one(const Slot& slot, const QuantizedRows& x, int64_t first
     }
 }
 
-// A group of rows as bfloat16; see QuantizedRows.
-inline void round_rows(const QuantizedRows& x, int64_t group) {
-  constexpr int kPairs = kBlock / 2;
-  const int64_t rows = x.count(group), width = WideGroup(x, group / 2).rows;
-  auto* out = reinterpret_cast<float*>(x.values) + group / 2 * kWide * kPairs + group % 2 * kRowGroup;
-  alignas(64) float pairs[kRowGroup][kPairs];  // bits; they are only moved
-  for (int64_t b = 0; b < x.blocks; ++b, out += kPairs * x.rows) {
-    for (int64_t r = 0; r < rows; ++r) {
-      const int64_t row = group * kRowGroup + r;
-      const bool whole = (b + 1) * kBlock <= x.inputs;
-      const auto round = [&](const float* from) { return to_bfloats(load(from), load(from + 16)); };
-      _mm512_store_si512(pairs[r], round(whole ? x.plain + row * x.inputs + b * kBlock : RowBlocks(x, row).last));
+// One of the items below: a chunk of a wide group as bfloat16; see QuantizedRows.
+inline void round_rows(const QuantizedRows& x, int64_t item) {
+  const int64_t wides = (x.rows + kWide - 1) / kWide, first = item / wides * kBlocksAtOnce;
+  const WideGroup wide(x, item % wides);
+  const float* plain = x.plain + (wide.pair + wide.second * kWide) * x.inputs;
+  alignas(64) float pairs[kWide][kWide] = {};  // bits; they are only moved
+  f32x16 columns[kWide];
+  for (int64_t b = first; b < std::min(x.blocks, first + kBlocksAtOnce); ++b) {
+    for (int64_t r = 0; r < wide.rows; ++r) {
+      alignas(64) float last[kBlock] = {};
+      const float* from = plain + r * x.inputs + b * kBlock;
+      if (const int64_t left = x.inputs - b * kBlock; left < kBlock)
+        from = static_cast<float*>(std::memcpy(last, from, size_t(left) * sizeof(float)));
+      _mm512_store_si512(pairs[r], to_bfloats(load(from), load(from + 16)));
     }
-    if (rows == kRowGroup)
-      for (int pair = 0; pair < kPairs; pair += 8) transpose_8(pairs[0] + pair, kPairs, out + pair * width, width);
-    else
-      for (int pair = 0; pair < kPairs; ++pair)
-        for (int64_t r = 0; r < rows; ++r) std::memcpy(out + pair * width + r, &pairs[r][pair], sizeof(float));
+    auto* out = reinterpret_cast<float*>(wide.block(b));
+    if (wide.rows == 1) {
+      std::memcpy(out, pairs[0], sizeof pairs[0]);
+      continue;
+    }
+    transpose_16(pairs[0], columns);
+    const auto lanes = __mmask16((1 << wide.rows) - 1);
+    for (int pair = 0; pair < kWide; ++pair) _mm512_mask_storeu_ps(out + pair * wide.rows, lanes, columns[pair].v);
   }
+}
+inline int64_t rounding_items(const QuantizedRows& x) {
+  return (x.rows + kWide - 1) / kWide * ((x.blocks + kBlocksAtOnce - 1) / kBlocksAtOnce);
 }
 
 inline void linear_tiles(const PackedWeight& w, int64_t tile, int64_t last_tile, const QuantizedRows& x, int64_t first,
@@ -271,7 +298,8 @@ inline void gate_up_tiles(const PackedWeight& gate, const PackedWeight& up, int6
 }
 
 constexpr TileKernels tile_kernels() {
-  return {round_rows, linear_tiles, gate_up_tiles, embed<Layout::kRows>, Layout::kRows, kSlots, kMostGroups};
+  return {rounding_items,       round_rows,    linear_tiles, gate_up_tiles,
+          embed<Layout::kRows>, Layout::kRows, kSlots,       kMostGroups};
 }
 
 }  // namespace kvilt::KVILT_ISA

@@ -330,7 +330,8 @@ inline void gate_up_tiles(const PackedWeight& gate, const PackedWeight& up, int6
 
 constexpr TileKernels tile_kernels() {
   constexpr int64_t kTilesAtOnce = 8;
-  return {quantize_wide, linear_tiles, gate_up_tiles, embed<Layout::kLanes>, Layout::kLanes, kTilesAtOnce, kMostGroups};
+  return {quantize_items,        quantize_wide,  linear_tiles, gate_up_tiles,
+          embed<Layout::kLanes>, Layout::kLanes, kTilesAtOnce, kMostGroups};
 }
 
 }  // namespace kvilt::KVILT_ISA

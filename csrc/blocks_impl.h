@@ -74,6 +74,7 @@ inline void quantize_group(const QuantizedRows& x, int64_t group) {
   remainders[0] = found;
 }
 
+inline int64_t quantize_items(const QuantizedRows& x) { return x.groups(); }
 inline void quantize(const QuantizedRows& x, int64_t group) { quantize_group<kRowGroup>(x, group); }
 
 // What sixteen outputs have besides their codes, for a block of inputs: w = scale * code + low. The k-formats whose

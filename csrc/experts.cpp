@@ -63,9 +63,14 @@ void ExpertRunner::gather(const ExpertsArgs& a, int64_t inputs) {
 }
 
 void ExpertRunner::quantize(RowScratch& room, const std::vector<float>& plain, int64_t inputs) {
-  pool_.run(int64_t(groups_.size()), [&](int64_t item, int) {
-    const Item& one = groups_[size_t(item)];
-    kernels_.quantize(rows_of(room, plain, *one.segment, inputs), one.group);
+  quantized_.clear();
+  for (const Segment& segment : segments_) {
+    const int64_t items = kernels_.quantize_items(rows_of(room, plain, segment, inputs));
+    for (int64_t item = 0; item < items; ++item) quantized_.push_back({&segment, item});
+  }
+  pool_.run(int64_t(quantized_.size()), [&](int64_t at, int) {
+    const auto& [segment, item] = quantized_[size_t(at)];
+    kernels_.quantize(rows_of(room, plain, *segment, inputs), item);
   });
 }
 
@@ -135,7 +140,8 @@ void ExpertRunner::experts(const ExpertsArgs& a) {
   grow(up_, rows * inner);
   grow(made_, rows * hidden);
   const QuantizedRows only = in_.rows(a.x, hidden, 0, 0, 1);
-  if (alone && !plain_in) kernels_.quantize(only, 0);
+  if (alone && !plain_in)
+    for (int64_t item = 0; item < kernels_.quantize_items(only); ++item) kernels_.quantize(only, item);
   if (!alone) gather(a, hidden);
   if (!alone && !plain_in) quantize(in_, gathered_, hidden);
   share_out(inner);

@@ -3,6 +3,7 @@
 #pragma once
 #include <cstdint>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "kernels.h"
@@ -112,6 +113,7 @@ class ExpertRunner {
   std::vector<int64_t> starts_;         // [experts + 1]
   std::vector<int32_t> token_, place_;  // of each row; and of each token's experts, the row
   std::vector<Item> items_, groups_;
+  std::vector<std::pair<const Segment*, int64_t>> quantized_;  // what a thread quantizes at a time
   RowScratch in_, inner_;
   std::vector<float> gathered_, gate_, up_, made_, row_weights_, ones_;
 };

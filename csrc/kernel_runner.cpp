@@ -10,14 +10,17 @@ namespace kvilt {
 namespace {
 
 constexpr int64_t kCachedBytes = 1 << 20;  // activations that one thread takes through a tile before another tile
-constexpr int64_t kManyGroups = 8;         // groups of rows with which AMX is bound by arithmetic, not by memory
+constexpr int64_t kItemsOfThread = 8;      // of products with tiles, at least
+constexpr int64_t kLeastGroups = 16;       // of rows that are worth unpacking weights for; a multiple of four
 constexpr int64_t kWorthSharing = 64;      // blocks of activations: fewer take less time than waking a thread
 
-// About how long one core takes for a tile: it reads weights at 10 bytes a nanosecond (6 if they become bfloat16) and
+int64_t ceil_div(int64_t count, int64_t size) { return (count + size - 1) / size; }
+
+// About how long one core takes for a tile: it reads weights at 10 bytes a nanosecond (8 if they become bfloat16) and
 // multiplies 150 numbers.
 int64_t tile_nanoseconds(const PackedWeight& weight, int64_t rows, Layout layout) {
   const int64_t bytes = tile_bytes(weight.kind, weight.inputs);
-  return std::max(bytes / (layout == Layout::kRows ? 6 : 10), kTile * weight.inputs * rows / 150);
+  return std::max(bytes / (layout == Layout::kRows ? 8 : 10), kTile * weight.inputs * rows / 150);
 }
 
 }  // namespace
@@ -32,10 +35,11 @@ QuantizedRows KernelRunner::quantize(const float* x, int64_t rows, int64_t input
   scratch_.reserve(rows, inputs, groups);
   const QuantizedRows quantized = scratch_.rows(x, inputs, 0, 0, rows);
   if (plain) return quantized;
-  const auto one = [&](int64_t group, int) { kernels_.linear.quantize(quantized, group); };
+  const auto one = [&](int64_t item, int) { kernels_.linear.quantize(quantized, item); };
+  const int64_t items = kernels_.linear.quantize_items(quantized);
   if (rows * quantized.blocks < kWorthSharing)
-    for (int64_t group = 0; group < groups; ++group) one(group, 0);
-  else pool_.run(groups, one);
+    for (int64_t item = 0; item < items; ++item) one(item, 0);
+  else pool_.run(items, one);
   return quantized;
 }
 
@@ -44,18 +48,19 @@ void KernelRunner::tiles(int64_t tiles, int64_t groups, int64_t inputs, int64_t 
   const int threads = pool_.worth(nanoseconds);
   int64_t together, at_once;
   if (kernels.layout == Layout::kRows) {
-    // The more rows, the more tiles: a thread reads activations once for all tiles of an item, and unpacks weights once
-    // for all rows.
-    const int64_t items = threads * (groups < kManyGroups ? 8 : 4);
-    together = std::clamp<int64_t>(tiles / items / 2 * 2, 2, kernels.tiles_at_once);
-    at_once = kernels.groups_at_once;
+    // A thread reads activations once for all tiles of an item, and unpacks weights once for all rows. But items are small
+    // enough for threads of unequal speed to end together: one that shares its core takes three times as long for tiles.
+    together = kernels.tiles_at_once, at_once = kernels.groups_at_once;
+    const auto few = [&] { return ceil_div(tiles, together) * ceil_div(groups, at_once) < threads * kItemsOfThread; };
+    while (few() && at_once > kLeastGroups) at_once /= 2;
+    while (few() && together > 2) together -= 2;
   } else {
     // A few tiles an item: handing one out costs as much as a short tile takes.
     together = std::clamp<int64_t>(tiles / (threads * 16), 1, kernels.tiles_at_once);
     // Eight groups of rows or more, if the cache of a core holds them; an even number, as kernels ask for.
     at_once = std::clamp<int64_t>(kCachedBytes / (2 * kRowGroup * inputs) * 2, 8, kernels.groups_at_once);
   }
-  const int64_t runs = (tiles + together - 1) / together, chunks = (groups + at_once - 1) / at_once;
+  const int64_t runs = ceil_div(tiles, together), chunks = ceil_div(groups, at_once);
   const auto item = [&](int64_t item, int) {
     const int64_t first = item / runs * at_once, tile = item % runs * together;
     work(tile, std::min(tiles, tile + together), first, std::min(groups, first + at_once));

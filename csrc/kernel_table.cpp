@@ -29,6 +29,7 @@ KernelTable with_tiles(const char* isa, const char* numerics, const KernelTable&
   table.isa = isa;
   table.numerics = numerics;
   LinearKernels& linear = table.linear;
+  linear.quantize_items = tiles.quantize_items;
   linear.quantize = tiles.quantize;
   linear.linear_tiles = tiles.linear_tiles;
   linear.gate_up_tiles = tiles.gate_up_tiles;

@@ -58,8 +58,9 @@ struct PackedWeight {
 // blocks is quantized to eight more: the remainders of a group, [remainder][32] values and [remainder][4] floats,
 // ordered by block and then by row.
 //
-// Kernels with weights in the layout of rows take bfloat16 instead, and nothing else. Two groups stand as one of R rows,
-// up to sixteen, and `values` are [block][two groups][16][R] pairs of neighbouring inputs.
+// Kernels with weights in the layout of rows take bfloat16 instead, and nothing else. Two groups stand as a wide one of R
+// rows, up to sixteen, and two wide groups as a pair. `values` are [chunk of blocks][pair][block][wide group][16][R] pairs
+// of neighbouring inputs, so that a thread reads along memory.
 struct QuantizedRows {
   const float* plain;  // [rows][inputs]
   int8_t *values, *remainder_values;
@@ -93,7 +94,9 @@ struct ExpertSum {
 };
 
 struct LinearKernels {
-  void (*quantize)(const QuantizedRows& x, int64_t group);
+  // Rows are quantized in so many items, which are independent of each other.
+  int64_t (*quantize_items)(const QuantizedRows& x);
+  void (*quantize)(const QuantizedRows& x, int64_t item);
   // Tiles [tile, last_tile) of outputs for the rows of groups [first, last): an even number, or all up to the last group,
   // from an even one. There are at most `tiles_at_once` tiles and `groups_at_once` groups.
   void (*linear_tiles)(const PackedWeight& w, int64_t tile, int64_t last_tile, const QuantizedRows& x, int64_t first,
@@ -120,6 +123,7 @@ struct LinearKernels {
 
 // What AMX replaces of another instruction set's kernels.
 struct TileKernels {
+  decltype(LinearKernels::quantize_items) quantize_items;
   decltype(LinearKernels::quantize) quantize;
   decltype(LinearKernels::linear_tiles) linear_tiles;
   decltype(LinearKernels::gate_up_tiles) gate_up_tiles;

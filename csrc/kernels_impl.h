@@ -26,8 +26,8 @@ constexpr KernelTable kernel_table(const char* isa, const char* numerics) {
   return {
       isa,
       numerics,
-      {quantize, linear_tiles, gate_up_tiles, embed<Layout::kLanes>, rms_norm, layer_norm, add, add_scaled, expert_sum,
-       argmax, Layout::kLanes, kTilesAtOnce, kGroupsAtOnce},
+      {quantize_items, quantize, linear_tiles, gate_up_tiles, embed<Layout::kLanes>, rms_norm, layer_norm, add,
+       add_scaled, expert_sum, argmax, Layout::kLanes, kTilesAtOnce, kGroupsAtOnce},
       {rotate, write_token, interpolate, attention_tiles, attention_scratch, merge_partials, write_means},
       {peak, scale_logits, exp_sum, exp_weights, kth_largest, collect_at_least, weight_below, keep_from, count_ahead,
        draw},

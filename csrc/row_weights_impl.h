@@ -38,6 +38,9 @@ struct OutputScales {
       store(scale[half], F::bits == 4 ? of.scale[half] * splat(kBeforeCut) : of.scale[half]);
       if constexpr (F::minimum) store(low[half], F::bits == 4 ? of.low[half] * splat(kBeforeCut) : of.low[half]);
     }
+    // In memory, whatever the compiler knows of it: a load broadcasts a scale, but from a register it takes a shuffle,
+    // and shuffles are what unpacking is bound by.
+    __asm__("" : "+m"(scale), "+m"(low));
   }
   // The numbers that codes of an output stand for, in one half of the block; codes less their offset.
   f32x16 apply(f32x16 codes, int output, int half = 0) const {
@@ -50,24 +53,40 @@ inline f32x16 count_from(float first) {
   return {_mm512_add_ps(_mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), _mm512_set1_ps(first))};
 }
 
-// The nibbles of two outputs as words: those of the first output in the low and of the second in the high bytes. A word
-// has its nibble from `kFirstBit` on, and other bits around it.
-template <int kFirstBit>
+// The nibbles of two outputs, twice.
+inline __m512i two_outputs(const uint8_t* p) {
+  return _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+
+// The nibbles of two outputs as words: those of the first output in the low and of the second in the high bytes.
 inline __m512i nibble_words(const uint8_t* p) {
   constexpr auto shifts = [] {
     std::array<uint8_t, 64> made{};
     for (int word = 0; word < kBlock; ++word)
       for (int output = 0; output < 2; ++output)
-        made[2 * word + output] = uint8_t((4 * (word / 16 * 8 + output * 4 + word % 4) - kFirstBit) & 63);
+        made[2 * word + output] = uint8_t(4 * (word / 16 * 8 + output * 4 + word % 4));
     return made;
   }();
   alignas(64) static constexpr std::array<uint8_t, 64> kShifts = shifts;
-  const __m512i both = _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-  return _mm512_multishift_epi64_epi8(_mm512_load_si512(kShifts.data()), both);
+  const __m512i words = _mm512_multishift_epi64_epi8(_mm512_load_si512(kShifts.data()), two_outputs(p));
+  return _mm512_and_si512(words, _mm512_set1_epi8(15));
 }
 
-// Two outputs with codes of four bits. Their tables are floats. A code's number is the upper word of its float, so an index
-// is twice the code and one.
+// Where the float of each code of one of two outputs has its upper half, as bytes of a table of sixteen floats.
+inline __m512i upper_halves(__m512i both, int output) {
+  constexpr auto shifts = [](int output) {
+    std::array<uint8_t, 64> made{};
+    for (int byte = 0; byte < 64; ++byte)
+      made[byte] = uint8_t((4 * (byte / 32 * 8 + output * 4 + byte / 2 % 4) - 2) & 63);
+    return made;
+  };
+  alignas(64) static constexpr std::array<uint8_t, 64> kShifts[2] = {shifts(0), shifts(1)};
+  const __m512i codes = _mm512_multishift_epi64_epi8(_mm512_load_si512(kShifts[output].data()), both);
+  return _mm512_ternarylogic_epi32(codes, _mm512_set1_epi8(15 << 2), _mm512_set1_epi16(0x0302), 0xea);  // a & b | c
+}
+
+// Two outputs with codes of four bits. Their tables are floats, of which the upper halves are looked up byte by byte: one
+// instruction, where looking up words takes two.
 template <WeightKind K>
 inline void two_rows_of_four_bits(const uint8_t* w, int output, const OutputScales<K>& of, uint16_t* out) {
   using F = PackedFormat<K>;
@@ -76,17 +95,18 @@ inline void two_rows_of_four_bits(const uint8_t* w, int output, const OutputScal
     else if constexpr (F::coding == kIq4Coding) return load_byte(kIq4Numbers);
     else return count_from(0);
   }() - float(F::offset);
-  const auto table = [&](int at) { return _mm512_castps_si512(of.apply(numbers, at).v); };
-  const __m512i words = _mm512_or_si512(nibble_words<1>(w + output * 16), _mm512_set1_epi8(1));
-  _mm512_store_si512(out, _mm512_permutexvar_epi16(words, table(output)));
-  _mm512_store_si512(out + kBlock, _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 8), table(output + 1)));
+  const __m512i both = two_outputs(w + output * 16);
+  for (int i = 0; i < 2; ++i) {
+    const __m512i table = _mm512_castps_si512(of.apply(numbers, output + i).v);
+    _mm512_store_si512(out + kBlock * i, _mm512_permutexvar_epi8(upper_halves(both, i), table));
+  }
 }
 
 // Two outputs with codes of five bits: tables of 32 words.
 template <WeightKind K>
 inline void two_rows_of_five_bits(const uint8_t* w, int output, const OutputScales<K>& of, uint16_t* out) {
   using F = PackedFormat<K>;
-  const __m512i nibbles = _mm512_and_si512(nibble_words<0>(w + output * 16), _mm512_set1_epi8(15));
+  const __m512i nibbles = nibble_words(w + output * 16);
   for (int i = 0; i < 2; ++i) {
     const __m512i table =
         to_bfloats(of.apply(count_from(-F::offset), output + i), of.apply(count_from(16 - F::offset), output + i));
@@ -129,50 +149,66 @@ inline __m512i converted_row(const uint8_t* w, int output, const OutputScales<K>
   return to_bfloats(of.apply(low, output), of.apply(high, output, F::halves));
 }
 
-// Blocks [first, first + count) of a tile as bfloat16 [count][16][32].
+// A block of a tile as bfloat16 [16][32].
 template <WeightKind K>
-void unpack_packed(const uint8_t* tile, int64_t first, int64_t count, uint16_t* out) {
+inline void unpack_block(const uint8_t* tile, int64_t b, uint16_t* out) {
   using F = PackedFormat<K>;
-  for (int64_t b = first; b < first + count; ++b, out += kBlockNumbers) {
-    const uint8_t* super = tile + F::tile_bytes(b / kSuperBlock * kSuperBlock);
-    const uint8_t* at = super + F::header + b % kSuperBlock * F::block;
-    for (int line = 0; line < F::block; line += 64) __builtin_prefetch(at + kUnpackAhead + line);
-    f32x16 factor = {}, low_factor = {};
-    if constexpr (F::k) factor = load_half(reinterpret_cast<const uint16_t*>(super));
-    if constexpr (F::k && F::minimum) low_factor = load_half(reinterpret_cast<const uint16_t*>(super + 2 * kTile));
-    const OutputScales<K> scales(scales_of<K>(at + F::codes, factor, low_factor));
+  const uint8_t* super = tile + F::tile_bytes(b / kSuperBlock * kSuperBlock);
+  const uint8_t* at = super + F::header + b % kSuperBlock * F::block;
+  for (int line = 0; line < F::block; line += 64) __builtin_prefetch(at + kUnpackAhead + line);
+  f32x16 factor = {}, low_factor = {};
+  if constexpr (F::k) factor = load_half(reinterpret_cast<const uint16_t*>(super));
+  if constexpr (F::k && F::minimum) low_factor = load_half(reinterpret_cast<const uint16_t*>(super + 2 * kTile));
+  const OutputScales<K> scales(scales_of<K>(at + F::codes, factor, low_factor));
 #pragma GCC unroll 8
-    for (int output = 0; output < kTile; output += 2) {
-      uint16_t* rows = out + kBlock * output;
-      if constexpr (F::bits == 4) two_rows_of_four_bits<K>(at, output, scales, rows);
-      else if constexpr (F::bits == 5) two_rows_of_five_bits<K>(at, output, scales, rows);
-      else {
-        _mm512_store_si512(rows, converted_row<K>(at, output, scales));
-        _mm512_store_si512(rows + kBlock, converted_row<K>(at, output + 1, scales));
-      }
+  for (int output = 0; output < kTile; output += 2) {
+    uint16_t* rows = out + kBlock * output;
+    if constexpr (F::bits == 4) two_rows_of_four_bits<K>(at, output, scales, rows);
+    else if constexpr (F::bits == 5) two_rows_of_five_bits<K>(at, output, scales, rows);
+    else {
+      _mm512_store_si512(rows, converted_row<K>(at, output, scales));
+      _mm512_store_si512(rows + kBlock, converted_row<K>(at, output + 1, scales));
     }
   }
 }
 
-inline void unpack_halves(const uint8_t* tile, int64_t first, int64_t count, uint16_t* out) {
-  const auto* from = reinterpret_cast<const uint16_t*>(tile) + first * kBlockNumbers;
-  for (int64_t i = 0; i < count * kBlockNumbers; i += kBlock)
-    _mm512_store_si512(out + i, to_bfloats(load_half(from + i), load_half(from + i + 16)));
+// Where a block of a tile is as bfloat16: in `room`, unless it is that already.
+template <WeightKind K>
+inline const uint16_t* block_of(const uint8_t* tile, int64_t b, uint16_t* room) {
+  const auto* plain = reinterpret_cast<const uint16_t*>(tile) + b * kBlockNumbers;
+  if constexpr (K == WeightKind::kBfloat16) return plain;
+  else if constexpr (K == WeightKind::kFloat16)
+    for (int64_t i = 0; i < kBlockNumbers; i += kBlock)
+      _mm512_store_si512(room + i, to_bfloats(load_half(plain + i), load_half(plain + i + 16)));
+  else unpack_block<K>(tile, b, room);
+  return room;
 }
 
-using Unpack = void (*)(const uint8_t* tile, int64_t first, int64_t count, uint16_t* out);
+// Blocks of a tile as bfloat16.
+struct UnpackedBlocks {
+  const uint16_t* first;
+  int64_t step;  // numbers from block to block
+};
+
+// Blocks [first, first + count): in every second place of `room`, unless they are bfloat16 already.
+template <WeightKind K>
+UnpackedBlocks blocks_of(const uint8_t* tile, int64_t first, int64_t count, uint16_t* room) {
+  if constexpr (K == WeightKind::kBfloat16) return {block_of<K>(tile, first, room), kBlockNumbers};
+  for (int64_t i = 0; i < count; ++i) block_of<K>(tile, first + i, room + 2 * i * kBlockNumbers);
+  return {room, 2 * kBlockNumbers};
+}
+
+using Unpack = UnpackedBlocks (*)(const uint8_t* tile, int64_t first, int64_t count, uint16_t* room);
 
 template <WeightKind K>
 constexpr Unpack unpack_of() {
-  if constexpr (K == WeightKind::kFloat32 || K == WeightKind::kBfloat16) return nullptr;
-  else if constexpr (K == WeightKind::kFloat16) return unpack_halves;
-  else return unpack_packed<K>;
+  if constexpr (K == WeightKind::kFloat32) return nullptr;
+  else return blocks_of<K>;
 }
 template <int... K>
 constexpr std::array<Unpack, kWeightKinds> all_unpacks(std::integer_sequence<int, K...>) {
   return {unpack_of<WeightKind(K)>()...};
 }
-// Null for weights that are not packed.
 constexpr std::array<Unpack, kWeightKinds> kUnpacks = all_unpacks(std::make_integer_sequence<int, kWeightKinds>());
 
 }  // namespace kvilt::KVILT_ISA

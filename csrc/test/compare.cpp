@@ -82,7 +82,7 @@ std::vector<float> product(const KernelTable& table, const Matrix& m, const floa
   RowScratch scratch(table.linear.layout);
   scratch.reserve(rows, inputs, groups);
   const QuantizedRows quantized = scratch.rows(x, inputs, 0, 0, rows);
-  for (int64_t group = 0; group < groups; ++group) table.linear.quantize(quantized, group);
+  for (int64_t item = 0; item < table.linear.quantize_items(quantized); ++item) table.linear.quantize(quantized, item);
   std::vector<float> out(size_t(rows * m.weight.outputs));
   table.linear.linear_tiles(m.weight, 0, m.weight.tiles(), quantized, 0, groups, {nullptr, nullptr, out.data()});
   return out;
