@@ -9,22 +9,22 @@
 // multiply one block while the next one is unpacked.
 #pragma once
 #include <algorithm>
-#include <memory>
 
 #include "amx_tiles.h"
 #include "elementwise_impl.h"
 #include "embed_impl.h"
 #include "kernel_table.h"
+#include "large_bytes.h"
 #include "row_weights_impl.h"
 #include "transpose_impl.h"
 
 namespace kvilt::KVILT_ISA {
 
-constexpr int kWide = 2 * kRowGroup;   // rows of a tile
-constexpr int64_t kSlots = 8;          // tiles of outputs of a call
-constexpr int64_t kMostGroups = 64;    // groups of rows of a call
-constexpr int64_t kBlocksAtOnce = 32;  // whose weights are unpacked at once: a chunk
-constexpr int kSums = kTile * kWide;   // of a tile
+constexpr int kWide = 2 * kRowGroup;  // rows of a tile
+constexpr int64_t kSlots = 8;         // tiles of outputs of a call
+constexpr int64_t kMostGroups = 64;   // groups of rows of a call
+constexpr int64_t kBlocksAtOnce = 8;  // a chunk: unpacked weights of two tiles fit into the nearest cache
+constexpr int kSums = kTile * kWide;  // of a tile
 
 using WideSums = float[kMostGroups / 2][kSums];  // of each wide group: [output][row]
 struct Room {
@@ -32,8 +32,9 @@ struct Room {
   alignas(64) WideSums sums[kSlots];
 };
 inline Room& room_of_thread() {
-  static thread_local const std::unique_ptr<Room> room = std::make_unique<Room>();
-  return *room;
+  static thread_local LargeBytes bytes;
+  bytes.grow(std::max(sizeof(Room), LargeBytes::kPage));
+  return *static_cast<Room*>(bytes.memory.get());
 }
 
 // A tile of outputs of one weight.
@@ -71,41 +72,68 @@ inline void configure(const WideGroup& first, const WideGroup& second) {
   configure_tiles(shapes);
 }
 
-// Some blocks of one or two tiles of outputs with one or two wide groups: adds to sums[output tile][group].
+// The sums that tiles 0 to 3 hold, and where they are stored when the tiles are needed for others. Products take long to
+// end, so each tile is exchanged only before its first product of other sums, while the products of the tiles before it run.
+struct HeldSums {
+  float* of[4] = {};
+
+  void store_all() {
+    if (of[0]) KVILT_TILE_STORE(0, of[0], 64);
+    if (of[1]) KVILT_TILE_STORE(1, of[1], 64);
+    if (of[2]) KVILT_TILE_STORE(2, of[2], 64);
+    if (of[3]) KVILT_TILE_STORE(3, of[3], 64);
+    *this = {};
+  }
+};
+#define KVILT_EXCHANGE(tile, next, begins)                        \
+  do {                                                            \
+    if (held.of[tile]) KVILT_TILE_STORE(tile, held.of[tile], 64); \
+    if (begins) KVILT_TILE_ZERO(tile);                            \
+    else KVILT_TILE_LOAD(tile, next, 64);                         \
+    held.of[tile] = next;                                         \
+  } while (false)
+
+// Memory that is fetched into the second-level cache, a few lines with each block: the activations of the next chunk.
+struct Ahead {
+  const char* at;
+  int64_t lines;
+
+  void fetch() {
+    for (int64_t line = 0; line < lines; ++line, at += 64) __builtin_prefetch(at, 0, 2);
+  }
+};
+
+// Some blocks of one or two tiles of outputs with one or two wide groups: adds to sums[output tile][group], or begins them.
 template <int T, int G>
 inline void multiply(const UnpackedBlocks (&weights)[2], const WideGroup& one, const WideGroup& two, int64_t b,
-                     int64_t blocks, float* const (&sums)[2][2]) {
-  if (b == 0) {
-    KVILT_TILE_ZERO(0);
-    if constexpr (G == 2) KVILT_TILE_ZERO(1);
-    if constexpr (T == 2) KVILT_TILE_ZERO(2);
-    if constexpr (T == 2 && G == 2) KVILT_TILE_ZERO(3);
-  } else {
-    KVILT_TILE_LOAD(0, sums[0][0], 64);
-    if constexpr (G == 2) KVILT_TILE_LOAD(1, sums[0][1], 64);
-    if constexpr (T == 2) KVILT_TILE_LOAD(2, sums[1][0], 64);
-    if constexpr (T == 2 && G == 2) KVILT_TILE_LOAD(3, sums[1][1], 64);
-  }
+                     int64_t blocks, float* const (&sums)[2][2], HeldSums& held, Ahead& ahead) {
   const uint16_t *rows = one.block(b), *more = two.block(b), *weight = weights[0].first, *other = weights[1].first;
   for (int64_t i = 0; i < blocks; ++i) {
     KVILT_TILE_LOAD(4, weight, 64);
     KVILT_TILE_LOAD(6, rows, one.stride());
     rows += one.step();
     for (int line = 0; line < 16 * G; ++line) __builtin_prefetch(rows + 32 * line);
+    if (i == 0) KVILT_EXCHANGE(0, sums[0][0], b == 0);
     KVILT_TILE_MULTIPLY_BFLOATS(0, 4, 6);
-    if constexpr (G == 2) KVILT_TILE_LOAD(7, more, two.stride());
-    if constexpr (G == 2) KVILT_TILE_MULTIPLY_BFLOATS(1, 4, 7);
-    if constexpr (T == 2) KVILT_TILE_LOAD(5, other, 64);
-    if constexpr (T == 2) KVILT_TILE_MULTIPLY_BFLOATS(2, 5, 6);
-    if constexpr (T == 2 && G == 2) KVILT_TILE_MULTIPLY_BFLOATS(3, 5, 7);
+    if constexpr (G == 2) {
+      KVILT_TILE_LOAD(7, more, two.stride());
+      if (i == 0) KVILT_EXCHANGE(1, sums[0][1], b == 0);
+      KVILT_TILE_MULTIPLY_BFLOATS(1, 4, 7);
+    }
+    ahead.fetch();
+    if constexpr (T == 2) {
+      KVILT_TILE_LOAD(5, other, 64);
+      if (i == 0) KVILT_EXCHANGE(2, sums[1][0], b == 0);
+      KVILT_TILE_MULTIPLY_BFLOATS(2, 5, 6);
+    }
+    if constexpr (T == 2 && G == 2) {
+      if (i == 0) KVILT_EXCHANGE(3, sums[1][1], b == 0);
+      KVILT_TILE_MULTIPLY_BFLOATS(3, 5, 7);
+    }
     weight += weights[0].step;
     other += weights[1].step;
     more += two.step();
   }
-  KVILT_TILE_STORE(0, sums[0][0], 64);
-  if constexpr (G == 2) KVILT_TILE_STORE(1, sums[0][1], 64);
-  if constexpr (T == 2) KVILT_TILE_STORE(2, sums[1][0], 64);
-  if constexpr (T == 2 && G == 2) KVILT_TILE_STORE(3, sums[1][1], 64);
 }
 
 // T tiles of outputs, weights of one kind, with all blocks of one or two wide groups: unpacks a block while the one before
@@ -161,25 +189,42 @@ constexpr std::array<FewProducts, kWeightKinds> kFew = all_few(std::make_integer
 
 // Up to two tiles of outputs with any number of wide groups.
 inline void multiply_many(const Slot* slots, int64_t count, const QuantizedRows& x, int64_t first, int64_t last,
-                          int64_t b, Room& room, WideSums* sums) {
-  const int64_t blocks = x.blocks - b < kBlocksAtOnce ? x.blocks - b : kBlocksAtOnce, other = count - 1;
+                          int64_t b, Room& room, WideSums* sums, Ahead& ahead) {
+  const int64_t blocks = std::min(x.blocks - b, kBlocksAtOnce), other = count - 1;
   UnpackedBlocks weights[2] = {};
   for (int64_t slot = 0; slot < count; ++slot)
     weights[slot] = kUnpacks[int(slots[slot].weight->kind)](slots[slot].data(), b, blocks, room.weights[0][slot]);
-  bool whole = true;  // tiles are configured for wide groups of sixteen rows
   configure(WideGroup(x, first), WideGroup(x, first));
+  HeldSums held;
   for (int64_t wide = first; wide < last; wide += 2) {
     const int64_t at = wide - first, beside = wide + 1 < last;
     const WideGroup one(x, wide), two(x, wide + beside);
-    if (two.rows < kWide && whole) {
+    if (two.rows < kWide || !beside) {  // the last ones
+      held.store_all();
       configure(one, two);
-      whole = false;
     }
     float* const to[2][2] = {{sums[0][at], sums[0][at + beside]}, {sums[other][at], sums[other][at + beside]}};
-    if (count == 2 && beside) multiply<2, 2>(weights, one, two, b, blocks, to);
-    else if (count == 2) multiply<2, 1>(weights, one, two, b, blocks, to);
-    else if (beside) multiply<1, 2>(weights, one, two, b, blocks, to);
-    else multiply<1, 1>(weights, one, two, b, blocks, to);
+    if (count == 2 && beside) multiply<2, 2>(weights, one, two, b, blocks, to, held, ahead);
+    else if (count == 2) multiply<2, 1>(weights, one, two, b, blocks, to, held, ahead);
+    else if (beside) multiply<1, 2>(weights, one, two, b, blocks, to, held, ahead);
+    else multiply<1, 1>(weights, one, two, b, blocks, to, held, ahead);
+  }
+  held.store_all();
+}
+
+// All blocks of some slots with the wide groups [first, last), chunk by chunk.
+inline void multiply_chunks(const Slot* slots, int64_t count, const QuantizedRows& x, int64_t first, int64_t last,
+                            Room& room, WideSums* sums) {
+  const int64_t pairs = (last - first + 1) / 2, fetches = (count + 1) / 2 * pairs;  // for each block of a chunk
+  const int64_t rows = std::min(x.rows, last * kWide) - first * kWide;
+  for (int64_t b = 0; b < x.blocks; b += kBlocksAtOnce) {
+    const int64_t next = b + kBlocksAtOnce;
+    Ahead ahead = {nullptr, 0};
+    if (next + kBlocksAtOnce <= x.blocks)
+      ahead = {reinterpret_cast<const char*>(WideGroup(x, first).block(next)),
+               rows / fetches};  // a line a row and block
+    for (int64_t slot = 0; slot < count; slot += 2)
+      multiply_many(slots + slot, count - slot < 2 ? 1 : 2, x, first, last, b, room, sums + slot, ahead);
   }
 }
 
@@ -196,9 +241,7 @@ inline void multiply_slots(const Slot* slots, int64_t count, const QuantizedRows
       kFew[int(kind)].of[together - 1][last - first - 1](slots + slot, x, one, two, room, sums + slot);
     }
   } else {
-    for (int64_t b = 0; b < x.blocks; b += kBlocksAtOnce)
-      for (int64_t slot = 0; slot < count; slot += 2)
-        multiply_many(slots + slot, count - slot < 2 ? 1 : 2, x, first, last, b, room, sums + slot);
+    multiply_chunks(slots, count, x, first, last, room, sums);
   }
   release_tiles();
 }

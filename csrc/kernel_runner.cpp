@@ -9,10 +9,13 @@
 namespace kvilt {
 namespace {
 
-constexpr int64_t kCachedBytes = 1 << 20;  // activations that one thread takes through a tile before another tile
-constexpr int64_t kItemsOfThread = 8;      // of products with tiles, at least
-constexpr int64_t kLeastGroups = 16;       // of rows that are worth unpacking weights for; a multiple of four
-constexpr int64_t kWorthSharing = 64;      // blocks of activations: fewer take less time than waking a thread
+constexpr int64_t kCachedBytes = 1 << 20;   // activations that one thread takes through a tile before another tile
+constexpr int64_t kPiecesOfThread = 8;      // of products of few rows, if there are enough tiles
+constexpr int64_t kFewGroups = 2;           // of rows, which a tile of AMX takes together
+constexpr int64_t kLeastGroups = 16;        // of rows that are worth unpacking weights for; a multiple of four
+constexpr int64_t kLargePiece = 64 * 8192;  // groups of rows times inputs
+constexpr int64_t kLastTiles = 4;           // of a thread, in small pieces
+constexpr int64_t kWorthSharing = 64;       // blocks of activations: fewer take less time than waking a thread
 
 int64_t ceil_div(int64_t count, int64_t size) { return (count + size - 1) / size; }
 
@@ -43,29 +46,49 @@ QuantizedRows KernelRunner::quantize(const float* x, int64_t rows, int64_t input
   return quantized;
 }
 
-void KernelRunner::tiles(int64_t tiles, int64_t groups, int64_t inputs, int64_t nanoseconds, const TileWork& work) {
-  const LinearKernels& kernels = kernels_.linear;
-  const int threads = pool_.worth(nanoseconds);
-  int64_t together, at_once;
-  if (kernels.layout == Layout::kRows) {
-    // A thread reads activations once for all tiles of an item, and unpacks weights once for all rows. But items are small
-    // enough for threads of unequal speed to end together: one that shares its core takes three times as long for tiles.
-    together = kernels.tiles_at_once, at_once = kernels.groups_at_once;
-    const auto few = [&] { return ceil_div(tiles, together) * ceil_div(groups, at_once) < threads * kItemsOfThread; };
-    while (few() && at_once > kLeastGroups) at_once /= 2;
-    while (few() && together > 2) together -= 2;
-  } else {
-    // A few tiles an item: handing one out costs as much as a short tile takes.
-    together = std::clamp<int64_t>(tiles / (threads * 16), 1, kernels.tiles_at_once);
-    // Eight groups of rows or more, if the cache of a core holds them; an even number, as kernels ask for.
-    at_once = std::clamp<int64_t>(kCachedBytes / (2 * kRowGroup * inputs) * 2, 8, kernels.groups_at_once);
+// Pieces of so many tiles and groups of rows.
+void KernelRunner::cut(int64_t tile, int64_t last_tile, int64_t together, int64_t groups, int64_t at_once) {
+  for (int64_t first = 0; first < groups; first += at_once)
+    for (int64_t at = tile; at < last_tile; at += together)
+      pieces_.push_back({at, std::min(last_tile, at + together), first, std::min(groups, first + at_once)});
+}
+
+// In the layout of rows a thread reads activations once for all tiles of a piece, and unpacks weights once for all of its
+// rows. But a thread that shares its core takes up to three times as long. So each thread has a run of tiles that begins
+// with large pieces and ends with small ones, with which the others help it.
+void KernelRunner::cut_for_rows(int64_t tiles, int64_t groups, int64_t inputs, int threads) {
+  const int64_t most = kernels_.linear.tiles_at_once, pairs = ceil_div(tiles, 2);
+  if (groups <= kLeastGroups) {
+    const int64_t together = std::clamp<int64_t>(tiles / (threads * kPiecesOfThread), 1, most);
+    return cut(0, tiles, groups <= kFewGroups ? together : ceil_div(together, 2) * 2, groups, groups);
   }
-  const int64_t runs = ceil_div(tiles, together), chunks = ceil_div(groups, at_once);
-  const auto item = [&](int64_t item, int) {
-    const int64_t first = item / runs * at_once, tile = item % runs * together;
-    work(tile, std::min(tiles, tile + together), first, std::min(groups, first + at_once));
+  const int64_t large = std::clamp<int64_t>(kLargePiece / inputs / kLeastGroups * kLeastGroups, kLeastGroups,
+                                            kernels_.linear.groups_at_once);
+  for (int64_t thread = 0; thread < threads; ++thread) {
+    const int64_t begin = pairs * thread / threads * 2, end = std::min(tiles, pairs * (thread + 1) / threads * 2);
+    const int64_t last = std::max(begin, end - kLastTiles);
+    cut(begin, last, most, groups, large);
+    cut(last, end, 2, groups, kLeastGroups);
+  }
+}
+
+void KernelRunner::tiles(int64_t tiles, int64_t groups, int64_t inputs, int64_t nanoseconds, const TileWork& work) {
+  const int threads = pool_.worth(nanoseconds);
+  pieces_.clear();
+  if (kernels_.linear.layout == Layout::kRows) {
+    cut_for_rows(tiles, groups, inputs, threads);
+  } else {
+    // A few tiles a piece: handing one out costs as much as a short tile takes. Eight groups of rows or more, if the cache of
+    // a core holds them; an even number, as kernels ask for.
+    const int64_t together = std::clamp<int64_t>(tiles / (threads * 16), 1, kernels_.linear.tiles_at_once);
+    const int64_t cached = kCachedBytes / (2 * kRowGroup * inputs) * 2;
+    cut(0, tiles, together, groups, std::clamp<int64_t>(cached, 8, kernels_.linear.groups_at_once));
+  }
+  const auto one = [&](int64_t at, int) {
+    const Piece& piece = pieces_[size_t(at)];
+    work(piece.tile, piece.last_tile, piece.first, piece.last);
   };
-  pool_.run(runs * chunks, item, threads);
+  pool_.run(int64_t(pieces_.size()), one, threads);
 }
 
 void KernelRunner::linears(const std::vector<LinearMap>& maps, const float* x, int64_t rows) {

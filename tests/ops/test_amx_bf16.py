@@ -92,6 +92,20 @@ def test_a_row_does_not_see_its_neighbours(tiles: NativeOps, name: str) -> None:
     assert torch.equal(NativeOps(1, "amx-bf16-emulated").linear(x, packed), whole)
 
 
+@pytest.mark.parametrize("name", ["Q4_0", "F32"])
+def test_a_row_is_the_same_in_large_and_in_small_pieces(tiles: NativeOps, name: str) -> None:
+    """Enough rows and outputs for pieces of all sizes, with rests of both, and inputs that fill no chunk of blocks."""
+    x, weight = with_outliers(595, 352), a_weight(name, 16 * 37 + 5, 352)
+    packed, threads = tiles.prepare(weight), [NativeOps(count, "amx-bf16-emulated") for count in (1, 3)]
+    whole = tiles.linear(x, packed)
+    for i in (0, 127, 128, 511, 512, 594):
+        assert torch.equal(tiles.linear(x[i : i + 1], packed)[0], whole[i])
+    for ops in threads:
+        assert torch.equal(ops.linear(x, packed), whole)
+    gates = tiles.gate_up(x, (packed, None), (packed, None), "silu")
+    assert torch.equal(gates, tiles.act_mul(whole, whole, "silu"))
+
+
 @pytest.mark.parametrize("names", [("Q4_0", "Q4_0"), ("Q4_K", "F32"), ("F32", "Q8_0"), ("F32", "F32")], ids=str)
 def test_gates_are_those_of_plain_products(tiles: NativeOps, names: tuple[str, str]) -> None:
     gate, up = (a_weight(name, 150, 512) for name in names)
