@@ -25,7 +25,7 @@ from ..models.spec import ModelSpec, at_context, kv_layout
 from ..ops.contract import Ops, StateStore
 from ..ops.kv_dtypes import KV_DTYPES, check_kv_dtype
 from ..ops.select import check_name as check_backend
-from ..ops.select import only_on_cpu, select
+from ..ops.select import for_weights, only_on_cpu, select
 from ..quant.formats import FORMATS
 from ..weights.source import Checkpoint, TensorSource, open_checkpoint
 from .device_memory import device_memory
@@ -58,7 +58,10 @@ def build_executor(
         torch.set_num_threads(threads)
     check_backend(config.backend)
     check_kv_dtype(config.kv_dtype)
-    ops = ops or select(config.backend, threads, device_of(config), config.deterministic, config.numa)
+    if ops is None:
+        device = device_of(config)
+        config = replace(config, backend=for_weights(config.backend, _weight_bytes(checkpoint.tensors), device))
+        ops = select(config.backend, threads, device, config.deterministic, config.numa)
     spec = read_spec(checkpoint)
     max_context = _max_context(spec, config)
     spec = at_context(spec, max_context)
@@ -157,6 +160,10 @@ def _kv_budget(device: torch.device, config: RunConfig) -> int:
 def _formats_of(tensors: TensorSource) -> list[str]:
     """The formats of a checkpoint's weights."""
     return sorted({tensors.storage(name).format for name in tensors.names()} & FORMATS.keys())
+
+
+def _weight_bytes(tensors: TensorSource) -> int:
+    return sum(tensors.storage(name).nbytes for name in tensors.names())
 
 
 def _max_context(spec: ModelSpec, config: RunConfig) -> int:

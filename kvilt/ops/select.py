@@ -12,7 +12,7 @@ import torch
 
 from ..errors import ParamError, Unsupported
 from .contract import Ops
-from .native.backend import NativeOps
+from .native.backend import NativeOps, native_isas
 from .reference import ReferenceOps
 
 _log = logging.getLogger(__name__)
@@ -53,6 +53,7 @@ BACKENDS: Mapping[str, MakeOps] = MappingProxyType(
     {"native": partial(_native, "auto"), "triton": partial(_triton, torch.bfloat16, False), "reference": _reference}
 )
 _ISAS = ("amx", "amx-bf16", "avx512bf16", "avx512", "avxvnni", "avx2", "i8mm", "neon", "generic")
+_FOR_LARGE, LARGE_WEIGHT_BYTES = "amx-bf16", 512 << 20  # the instruction set for larger models, and their size
 # Native kernels of one instruction set, for bits (and KV) that several kinds of machine share; and the CUDA kernels
 # with weights, activations and KV in float32, beside which the usual ones can be judged.
 NARROWED: Mapping[str, MakeOps] = MappingProxyType(
@@ -119,6 +120,15 @@ def select(
             f"the {ops.name} backend does not promise it; the native backend does on the CPU, and triton on a GPU",
         )
     return ops
+
+
+def for_weights(backend: str, weight_bytes: int, device: torch.device = CPU) -> str:
+    """The backend that is best for a model of this size, where `backend` leaves that open.
+
+    Weights that no cache holds are read from memory for each token, and that takes longer than to make them bfloat16.
+    """
+    large = backend in ("auto", "native") and device == CPU and weight_bytes >= LARGE_WEIGHT_BYTES
+    return f"native/{_FOR_LARGE}" if large and _FOR_LARGE in native_isas() else backend
 
 
 def _first_of(known: Mapping[str, MakeOps], threads: int | None, device: torch.device) -> Ops:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from kvilt.config import RunConfig
 from kvilt.errors import ParamError
 from kvilt.executor import load
 from kvilt.executor.load import ACTIVATION_BYTES, load_executor
+from kvilt.ops import select as registry
+from kvilt.ops.contract import Ops
 
 GIB = 1 << 30
 
@@ -52,6 +55,34 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ParamError, match="cuda is not there"):
         load.device_of(RunConfig(device="cuda"))
+
+
+@pytest.mark.parametrize("backend", ["auto", "native"])
+def test_larger_models_get_bfloat16_tiles_where_the_processor_has_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    folder, asked = write_tiny(tmp_path / "model"), list[str]()
+
+    def recorded(name: str, *rest: object) -> Ops:
+        asked.append(name)
+        return registry.select("reference")
+
+    def chosen(config: RunConfig) -> str:
+        load_executor(folder, config).close()
+        return asked[-1]
+
+    monkeypatch.setattr(load, "select", recorded)
+    monkeypatch.setattr(registry, "native_isas", lambda: ("amx", "amx-bf16", "avx512"))
+    weight_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    config = RunConfig(backend=backend, device="cpu", kv_memory=1 << 20)
+    monkeypatch.setattr(registry, "LARGE_WEIGHT_BYTES", weight_bytes)  # more than the weights: the file has a header
+    assert chosen(config) == backend
+    monkeypatch.setattr(registry, "LARGE_WEIGHT_BYTES", weight_bytes // 2)
+    assert chosen(config) == "native/amx-bf16"
+    for named in ("native/amx", "reference"):
+        assert chosen(replace(config, backend=named)) == named, "a choice of the user stays"
+    monkeypatch.setattr(registry, "native_isas", lambda: ("avx512",))
+    assert chosen(config) == backend
 
 
 def test_threads_are_those_of_the_configuration_or_else_of_the_environment(

@@ -59,6 +59,15 @@ if TYPE_CHECKING:
     from _kvilt_native import KernelRunner
 
 
+def native_isas() -> tuple[str, ...]:
+    """The instruction sets of the native kernels that this machine can run, best first; none without the kernels."""
+    try:
+        import _kvilt_native as module
+    except ImportError:
+        return ()
+    return tuple(module.available_isas())
+
+
 class NativeOps:
     """C++ kernels on the CPU."""
 
