@@ -100,19 +100,26 @@ class LlamaCpp:
         import llama_cpp
 
         self._lib, self._threads, self._rows, self._tokens = llama_cpp, threads, 0, 0
-        self._quiet = llama_cpp.llama_log_callback(lambda *_: None)
-        llama_cpp.llama_log_set(self._quiet, None)
+        self._buffers: list[str] = []  # kinds of memory that hold weights; each has kernels of its own
+        self._log = llama_cpp.llama_log_callback(self._note)
+        llama_cpp.llama_log_set(self._log, None)
         llama_cpp.llama_backend_init()
         self._model = llama_cpp.llama_model_load_from_file(model.encode(), llama_cpp.llama_model_default_params())
         self._vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
         self._resize(1, self.CONTEXT)
 
+    def _note(self, _level: int, text: bytes, _data: object) -> None:
+        kind, found, size = text.decode(errors="replace").partition("model buffer size =")
+        if found:
+            self._buffers.append(f"{kind.split()[-1]} {size.strip()}")
+
     @property
     def about(self) -> str:
-        """The version, and the instructions that its kernels use on this machine."""
+        """The version, the instructions it is compiled for, and whose kernels multiply the weights."""
         said = self._lib.llama_print_system_info().decode()
         used = [part.split(" = ")[0].split()[-1] for part in said.split("|") if part.strip().endswith("= 1")]
-        return f"llama-cpp-python {self._lib.__version__}: {', '.join(used)}"
+        weights = f"; weights for {', '.join(self._buffers)}"
+        return f"llama-cpp-python {self._lib.__version__}: {', '.join(used)}{weights}"
 
     def _resize(self, rows: int, tokens: int) -> None:
         """A context for so many sequences and tokens, with flash attention."""
