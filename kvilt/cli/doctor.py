@@ -104,7 +104,7 @@ def _processor() -> Iterator[Finding]:
 def _kernels() -> Iterator[Finding]:
     import torch
 
-    from ..ops.select import select
+    from ..ops.select import LARGE_WEIGHT_BYTES, for_weights, select
 
     yield Finding("torch", "ok", f"{torch.__version__}, {torch.get_num_threads()} threads")
     ops = select()
@@ -114,7 +114,10 @@ def _kernels() -> Iterator[Finding]:
             "CPU kernels", "broken", "the native kernels are not there; plain torch is many times slower", advice
         )
     else:
-        yield Finding("CPU kernels", "ok", f"kvilt uses {ops.name}, {ops.numerics}, KV in {ops.kv_dtype.name}")
+        large = for_weights("native", LARGE_WEIGHT_BYTES)
+        of_large = f"; {large} for weights of {size(LARGE_WEIGHT_BYTES)} and more" if large != "native" else ""
+        uses = f"kvilt uses {ops.name}, {ops.numerics}{of_large}, KV in {ops.kv_dtype.name}"
+        yield Finding("CPU kernels", "ok", uses)
 
 
 def _gpu() -> Iterator[Finding]:

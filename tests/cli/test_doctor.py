@@ -42,6 +42,15 @@ def test_a_wrong_settings_file_is_broken(tmp_path: Path, monkeypatch: pytest.Mon
     assert one.state == "broken" and "prot" in one.text
 
 
+def test_the_kernels_of_larger_models_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvilt.ops import select
+
+    monkeypatch.setattr(select, "native_isas", lambda: ("amx", "amx-bf16"))
+    assert "native/amx-bf16 for weights of 512.0 MiB and more" in found("CPU kernels")[0].text
+    monkeypatch.setattr(select, "native_isas", lambda: ("avx2",))
+    assert "amx-bf16" not in found("CPU kernels")[0].text
+
+
 def test_missing_kernels_are_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvilt.ops import select
     from kvilt.ops.reference import ReferenceOps
