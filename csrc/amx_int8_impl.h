@@ -122,13 +122,13 @@ inline __attribute__((always_inline)) f32x16 add_sums(f32x16 total, const int32_
 // Sixteen rows: their totals stay in registers. What `ahead` points to is asked for meanwhile, unless it is null: a few
 // lines with each block, since a core can wait for few at a time.
 template <WeightKind K>
-void add_blocks(const UnpackedBlocks<K>& w, int64_t blocks, const int8_t* values, const float* floats, float* totals,
+void add_blocks(const UnpackedBlocks<K>& w, int64_t blocks, const int8_t* values, const float* floats, f32x16* totals,
                 const uint8_t* ahead) {
   constexpr bool kHalves = PackedFormat<K>::halves;
   alignas(64) int32_t sums[2][2 * kSums];
   f32x16 total[kWide];
 #pragma GCC unroll 16
-  for (int r = 0; r < kWide; ++r) total[r] = load(totals + r * kTile);
+  for (int r = 0; r < kWide; ++r) total[r] = totals[r];
   const auto apply = [&](int64_t b, const int32_t* from) __attribute__((always_inline)) {
     if (ahead)
       for (int line = 0; line < PackedFormat<K>::block; line += 64)
@@ -147,62 +147,28 @@ void add_blocks(const UnpackedBlocks<K>& w, int64_t blocks, const int8_t* values
   }
   if (blocks % 2) apply(blocks - 1, sums[0]);
 #pragma GCC unroll 16
-  for (int r = 0; r < kWide; ++r) store(totals + r * kTile, total[r]);
+  for (int r = 0; r < kWide; ++r) totals[r] = total[r];
 }
 
 // Nine to fifteen rows, the last of a batch.
 template <WeightKind K>
 void add_blocks_of_last(const UnpackedBlocks<K>& w, int64_t blocks, int64_t rows, const int8_t* values,
-                        const float* floats, float* totals) {
+                        const float* floats, f32x16* totals) {
   alignas(64) int32_t sums[2 * kSums];
   for (int64_t b = 0; b < blocks; ++b, values += rows * kBlock, floats += 4 * rows) {
     multiply<PackedFormat<K>::halves, 0>(values, w.codes[b], sums);
-    for (int64_t r = 0; r < rows; ++r) {
-      float* at = totals + r * kTile;
-      store(at, add_sums<K>(load(at), sums + r * kTile, w.scales[b], floats + r, rows));
-    }
+    for (int64_t r = 0; r < rows; ++r)
+      totals[r] = add_sums<K>(totals[r], sums + r * kTile, w.scales[b], floats + r, rows);
   }
 }
 
-// The remainders of all rows, block by block, so that a block's codes are unpacked once.
+// The rows of groups [first, last), an even number of them, through one tile: totals [rows].
 template <WeightKind K>
-void add_all_remainders(const uint8_t* w, const QuantizedRows& x, int64_t first, int64_t last, float* totals) {
-  using F = PackedFormat<K>;
-  int32_t next[kMostGroups] = {};
-  const auto block_of = [&](int64_t group) {
-    const int32_t* found = x.remainders_of(group);
-    const int32_t i = next[group - first];
-    return i < found[0] ? int64_t(found[1 + i]) / kRowGroup : x.blocks;
-  };
-  while (true) {
-    int64_t block = x.blocks;
-    for (int64_t group = first; group < last; ++group) block = block_of(group) < block ? block_of(group) : block;
-    if (block == x.blocks) return;
-    const uint8_t* super = w + F::tile_bytes(block / kSuperBlock * kSuperBlock);
-    const uint8_t* at = super + F::header + block % kSuperBlock * F::block;
-    f32x16 factor = {}, low_factor = {};
-    if constexpr (F::k) factor = load_half(reinterpret_cast<const uint16_t*>(super));
-    if constexpr (F::k && F::minimum) low_factor = load_half(reinterpret_cast<const uint16_t*>(super + 2 * kTile));
-    const TileScales scales = scales_of<K>(at + F::codes, factor, low_factor);
-    const Codes<F::coding> codes(at, 0);
-    for (int64_t group = first; group < last; ++group)
-      for (; block_of(group) == block; ++next[group - first]) {
-        const int64_t i = next[group - first], place = group * kRowGroup * x.blocks + i;
-        const int64_t row = (group - first) * kRowGroup + x.remainders_of(group)[1 + i] % kRowGroup;
-        float* total = totals + row * kTile;
-        store(total, add_block<K, 1>(load(total), codes, 0, x.remainder_values + place * kBlock,
-                                     x.remainder_floats + place * 4, [&]() -> const TileScales& { return scales; }));
-      }
-  }
-}
-
-// The rows of groups [first, last), an even number of them, through one tile: totals [rows][16].
-template <WeightKind K>
-void wide_product(const uint8_t* w, const QuantizedRows& x, int64_t first, int64_t last, float* totals) {
+void wide_product(const uint8_t* w, const QuantizedRows& x, int64_t first, int64_t last, f32x16* totals) {
   constexpr bool kHalves = PackedFormat<K>::halves;
-  const int64_t from = first * kRowGroup, to = x.rows < last * kRowGroup ? x.rows : last * kRowGroup;
+  const int64_t from = first * kRowGroup, to = x.last_row(last);
   const int64_t whole = from + (to - from) / kWide * kWide;
-  std::memset(totals, 0, size_t(to - from) * kTile * sizeof(float));
+  for (int64_t row = from; row < to; ++row) totals[row - from] = f32x16{};
   UnpackedBlocks<K> blocks;
   BlockReader<K> reader{w};
   configure(kWide, kHalves);
@@ -211,33 +177,34 @@ void wide_product(const uint8_t* w, const QuantizedRows& x, int64_t first, int64
     reader.read(count, blocks);
     for (int64_t row = from; row < whole; row += kWide) {
       const int64_t at = row * x.blocks + b * kWide;
-      add_blocks<K>(blocks, count, x.values + at * kBlock, x.floats + at * 4, totals + (row - from) * kTile,
+      add_blocks<K>(blocks, count, x.values + at * kBlock, x.floats + at * 4, totals + (row - from),
                     row == from ? reader.at : nullptr);
     }
     if (whole == to) continue;
     configure(int(to - whole), kHalves);
     const int64_t at = whole * x.blocks + b * (to - whole);
     add_blocks_of_last<K>(blocks, count, to - whole, x.values + at * kBlock, x.floats + at * 4,
-                          totals + (whole - from) * kTile);
+                          totals + (whole - from));
     configure(kWide, kHalves);
   }
   release_tiles();
-  add_all_remainders<K>(w, x, first, last, totals);
+  for (int64_t span = first; span < last; span += kSpan)
+    add_remainders<K>(w, x, span, last - span < kSpan ? last : span + kSpan, totals + (span - first) * kRowGroup);
 }
 
-using WideProduct = void (*)(const uint8_t* w, const QuantizedRows& x, int64_t first, int64_t last, float* totals);
+using WideProduct = void (*)(const uint8_t* w, const QuantizedRows& x, int64_t first, int64_t last, f32x16* totals);
 
 // Weights that are not packed, where the other part of a gate is.
 template <WeightKind K>
-void plain_product(const uint8_t* w, const QuantizedRows& x, int64_t first, int64_t last, float* totals) {
-  for (int64_t group = first; group < last; ++group, totals += kRowGroup * kTile) {
+void plain_product(const uint8_t* w, const QuantizedRows& x, int64_t first, int64_t last, f32x16* totals) {
+  for (int64_t group = first; group < last; ++group, totals += kRowGroup) {
     const float* plain = x.plain + group * kRowGroup * x.inputs;
     f32x16 total[kRowGroup] = {};
     for (int64_t k = 0; k < x.inputs; ++k) {
       const f32x16 column = load_weights<K>(w, k * kTile);
       for (int64_t r = 0; r < x.count(group); ++r) total[r] = fma(column, plain[r * x.inputs + k], total[r]);
     }
-    for (int64_t r = 0; r < x.count(group); ++r) store(totals + r * kTile, total[r]);
+    for (int64_t r = 0; r < x.count(group); ++r) totals[r] = total[r];
   }
 }
 
@@ -256,7 +223,7 @@ constexpr std::array<WideProduct, kWeightKinds> kWideProducts =
     all_wide_products(std::make_integer_sequence<int, kWeightKinds>());
 
 inline void run_product(const PackedWeight& w, int64_t tile, const QuantizedRows& x, int64_t first, int64_t last,
-                        float* totals) {
+                        f32x16* totals) {
   kWideProducts[int(w.kind)](w.data + tile * tile_bytes(w.kind, w.inputs), x, first, last, totals);
 }
 
@@ -271,20 +238,16 @@ inline void over_groups(int64_t first, int64_t last, Work work, Rest rest) {
   if (even < last) rest(even);
 }
 
-inline int64_t last_row(const QuantizedRows& x, int64_t last) {
-  return x.rows < last * kRowGroup ? x.rows : last * kRowGroup;
-}
-
 inline void linear_tile(const PackedWeight& w, int64_t tile, const QuantizedRows& x, int64_t first, int64_t last,
                         const LinearOutput& to) {
   const int64_t at = tile * kTile, lanes = w.outputs - at;
   const f32x16 bias = to.bias ? load_lanes(to.bias + at, lanes) : f32x16{};
   const auto wide = [&](int64_t begin, int64_t end) {
-    alignas(64) float totals[kMostRows * kTile];
+    f32x16 totals[kMostRows];
     run_product(w, tile, x, begin, end, totals);
-    const float* total = totals;
-    for (int64_t row = begin * kRowGroup; row < last_row(x, end); ++row, total += kTile)
-      store_outputs(to, row * w.outputs + at, load(total), bias, lanes);
+    const f32x16* total = totals;
+    for (int64_t row = begin * kRowGroup; row < x.last_row(end); ++row, ++total)
+      store_outputs(to, row * w.outputs + at, *total, bias, lanes);
   };
   over_groups(first, last, wide,
               [&](int64_t group) { kAvx512Kernels.linear.linear_tiles(w, tile, tile + 1, x, group, group + 1, to); });
@@ -303,13 +266,12 @@ inline void gate_up_tile(const PackedWeight& gate, const PackedWeight& up, int64
   const f32x16 gate_add = gate_bias ? load_lanes(gate_bias + at, lanes) : f32x16{};
   const f32x16 up_add = up_bias ? load_lanes(up_bias + at, lanes) : f32x16{};
   const auto wide = [&](int64_t begin, int64_t end) {
-    alignas(64) float gates[kMostRows * kTile], ups[kMostRows * kTile];
+    f32x16 gates[kMostRows], ups[kMostRows];
     run_product(gate, tile, x, begin, end, gates);
     run_product(up, tile, x, begin, end, ups);
-    const float *a = gates, *b = ups;
-    for (int64_t row = begin * kRowGroup; row < last_row(x, end); ++row, a += kTile, b += kTile) {
-      const f32x16 value =
-          gated(gate_bias ? load(a) + gate_add : load(a), up_bias ? load(b) + up_add : load(b), activation);
+    const f32x16 *a = gates, *b = ups;
+    for (int64_t row = begin * kRowGroup; row < x.last_row(end); ++row, ++a, ++b) {
+      const f32x16 value = gated(gate_bias ? *a + gate_add : *a, up_bias ? *b + up_add : *b, activation);
       store_lanes(out + row * gate.outputs + at, value, lanes);
     }
   };

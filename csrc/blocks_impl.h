@@ -7,8 +7,12 @@
 
 namespace kvilt::KVILT_ISA {
 
-constexpr float kTinyPeak = 1e-30f;      // a peak below it counts as zero: its inverse would not be a number
+constexpr float kTinyPeak = 1e-30f;      // a smaller peak counts as zero: its inverse would not be a number
 constexpr float kRemainderShare = 4.0f;  // a block whose squared peak is more times the row's mean has a remainder
+
+struct BlockHalves {
+  f32x16 low, high;
+};
 
 // A row's inputs, block by block; the last one may be filled up with zeros.
 struct RowBlocks {
@@ -19,20 +23,40 @@ struct RowBlocks {
   RowBlocks(const QuantizedRows& x, int64_t row) : from(x.plain + row * x.inputs), whole(x.inputs / kBlock) {
     std::memcpy(last, from + whole * kBlock, (x.inputs - whole * kBlock) * sizeof(float));
   }
-  const float* operator[](int64_t b) const { return b < whole ? from + b * kBlock : last; }
+  BlockHalves halves(int64_t b) const {
+    const float* at = b < whole ? from + b * kBlock : last;
+    return {load(at), load(at + 16)};
+  }
 };
 
-// A block as bytes, with its floats `rows` apart.
-inline void quantize_block(f32x16 low, f32x16 high, int64_t rows, int8_t* values, float* floats) {
-  const float peak = reduce_max(max(abs(low), abs(high)));
-  const float scale = peak / 127.0f;
-  const float inverse = peak > kTinyPeak ? 127.0f / peak : 0.0f;
-  const float first = scale * float(store_bytes(values, low * inverse));
-  const float second = scale * float(store_bytes(values + 16, high * inverse));
-  floats[0] = scale;
-  floats[rows] = first + second;
-  floats[2 * rows] = first;
-  floats[3 * rows] = second;
+struct BlockPlace {
+  int8_t* values;
+  float* floats;  // `stride` apart
+};
+
+// Up to sixteen blocks as bytes: read(i) gives the inputs of one, place(i) where it goes.
+template <typename Read, typename Place>
+inline __attribute__((always_inline)) void quantize_blocks(int64_t count, int64_t stride, Read read, Place place) {
+  f32x16 sizes[kTile];
+  for (int64_t i = 0; i < count; ++i) {
+    const BlockHalves block = read(i);
+    sizes[i] = max(abs(block.low), abs(block.high));
+  }
+  for (int64_t i = count; i < kTile; ++i) sizes[i] = f32x16{};
+  const f32x16 peaks = largest_of_each(sizes);
+  float scales[kTile], inverses[kTile];
+  store(scales, peaks / splat(127.0f));
+  store(inverses, zero_below(peaks, splat(kTinyPeak), splat(127.0f) / peaks));
+  for (int64_t i = 0; i < count; ++i) {
+    const BlockHalves block = read(i);
+    const BlockPlace to = place(i);
+    const float first = scales[i] * float(store_bytes(to.values, block.low * inverses[i]));
+    const float second = scales[i] * float(store_bytes(to.values + 16, block.high * inverses[i]));
+    to.floats[0] = scales[i];
+    to.floats[stride] = first + second;
+    to.floats[2 * stride] = first;
+    to.floats[3 * stride] = second;
+  }
 }
 
 // The squared peak above which a row's blocks have a remainder.
@@ -45,33 +69,53 @@ inline float remainder_limit(const float* scales, int64_t blocks, int64_t stride
 // `kWidth` rows stand together, kRowGroup or twice as many; see QuantizedRows.
 template <int kWidth>
 inline void quantize_group(const QuantizedRows& x, int64_t group) {
-  const int64_t rows = x.count(group), start = group * kRowGroup * x.blocks, first = group * kRowGroup % kWidth;
-  const int64_t stand = start - first * x.blocks, left = x.rows - (group * kRowGroup - first);
-  const int64_t width = left < kWidth ? left : kWidth;
-  int8_t *values = x.values + (stand + first) * kBlock, *remainder_values = x.remainder_values + start * kBlock;
-  float *floats = x.floats + stand * 4 + first, *remainder_floats = x.remainder_floats + start * 4, limits[kRowGroup];
-  for (int64_t r = 0; r < rows; ++r) {
-    const RowBlocks blocks(x, group * kRowGroup + r);
-    for (int64_t b = 0; b < x.blocks; ++b) {
-      const f32x16 low = load(blocks[b]), high = load(blocks[b] + 16);
-      quantize_block(low, high, width, values + (b * width + r) * kBlock, floats + b * width * 4 + r);
-    }
-    limits[r] = remainder_limit(floats + r, x.blocks, width * 4);
+  const int64_t rows = x.count(group), start = group * kRowGroup, first = start / kWidth * kWidth;
+  const int64_t width = x.rows - first < kWidth ? x.rows - first : kWidth;
+  int8_t* values = x.values + (first * x.blocks + start - first) * kBlock;
+  float *floats = x.floats + first * x.blocks * 4 + start - first, limits[kRowGroup];
+  const auto place = [&](int64_t row, int64_t b) {
+    return BlockPlace{values + (b * width + row) * kBlock, floats + b * width * 4 + row};
+  };
+  for (int64_t row = 0; row < rows; ++row) {
+    const RowBlocks inputs(x, start + row);
+    for (int64_t b = 0; b < x.blocks; b += kTile)
+      quantize_blocks(
+          x.blocks - b < kTile ? x.blocks - b : kTile, width, [&](int64_t i) { return inputs.halves(b + i); },
+          [&](int64_t i) { return place(row, b + i); });
+    limits[row] = remainder_limit(floats + row, x.blocks, width * 4);
   }
-  int32_t* remainders = x.remainders_of(group);
-  int32_t found = 0;
-  for (int64_t b = 0; b < x.blocks; ++b, values += width * kBlock, floats += width * 4)
-    for (int64_t r = 0; r < rows; ++r) {
-      const float scale = floats[r];
-      if (!(scale * scale > limits[r])) continue;
-      const RowBlocks blocks(x, group * kRowGroup + r);
-      const int8_t* own = values + r * kBlock;
-      const f32x16 low = fma(load_byte(own), -scale, load(blocks[b]));  // what eight bits leave
-      const f32x16 high = fma(load_byte(own + 16), -scale, load(blocks[b] + 16));
-      quantize_block(low, high, 1, remainder_values + found * kBlock, remainder_floats + found * 4);
-      remainders[++found] = int32_t(b * kRowGroup + r);
+  struct Found {
+    int64_t row, block;
+  } found[kTile];
+  int64_t count = 0;
+  const auto quantize_found = [&] {
+    const auto remainder = [&](int64_t i) {  // what eight bits leave
+      const auto [row, b] = found[i];
+      const auto [bytes, scale] = place(row, b);
+      const auto [low, high] = RowBlocks(x, start + row).halves(b);
+      return BlockHalves{fma(load_byte(bytes), -*scale, low), fma(load_byte(bytes + 16), -*scale, high)};
+    };
+    quantize_blocks(count, 1, remainder, [&](int64_t i) {
+      Remainder& to = x.remainders[(start + found[i].row) * x.blocks + found[i].block];
+      return BlockPlace{to.values, to.floats};
+    });
+    count = 0;
+  };
+  uint64_t* blocks_with = x.blocks_with + group * x.words();
+  std::memset(blocks_with, 0, size_t(x.words()) * sizeof(uint64_t));
+  for (int64_t b = 0; b < x.blocks; ++b) {
+    uint8_t with = 0;
+    for (int64_t row = 0; row < rows; ++row) {
+      const float scale = *place(row, b).floats;
+      if (!(scale * scale > limits[row])) continue;
+      with |= uint8_t(1 << row);
+      found[count++] = {row, b};
+      if (count == kTile) quantize_found();
     }
-  remainders[0] = found;
+    x.rows_with[group * x.blocks + b] = with;
+    blocks_with[b / 64] |= uint64_t(with != 0) << b % 64;
+  }
+  if (count) quantize_found();
 }
 
 inline int64_t quantize_items(const QuantizedRows& x) { return x.groups(); }
@@ -127,6 +171,39 @@ inline __attribute__((always_inline)) Part add_block(Part sum, const Codes<Packe
                   (PackedFormat<K>::signed_codes && kByteOffset != 0))
       sum = fma(part_of(of.low[0], part), floats[kStride], sum);
     return sum;
+  }
+}
+
+// Adds the remainders of groups [first, last), at most kSpan of them, to their rows' products with one tile.
+constexpr int64_t kSpan = 8;  // groups: a bit for each row
+template <WeightKind K>
+void add_remainders(const uint8_t* w, const QuantizedRows& x, int64_t first, int64_t last, f32x16* out) {
+  using F = PackedFormat<K>;
+  const Remainder* remainders = x.remainders + first * kRowGroup * x.blocks;
+  for (int64_t word = 0; word < x.words(); ++word) {
+    uint64_t blocks = 0;
+    for (int64_t group = first; group < last; ++group) blocks |= x.blocks_with[group * x.words() + word];
+    for (; blocks; blocks &= blocks - 1) {
+      const int64_t block = word * 64 + __builtin_ctzll(blocks);
+      uint64_t with = 0;
+      for (int64_t group = first; group < last; ++group)
+        with |= uint64_t(x.rows_with[group * x.blocks + block]) << (group - first) * kRowGroup;
+      const uint8_t* super = w + F::tile_bytes(block / kSuperBlock * kSuperBlock);
+      const uint8_t* at = super + F::header + block % kSuperBlock * F::block;
+      f32x16 factor = {}, low_factor = {};
+      if constexpr (F::k) factor = load_half(reinterpret_cast<const uint16_t*>(super));
+      if constexpr (F::k && F::minimum) low_factor = load_half(reinterpret_cast<const uint16_t*>(super + 2 * kTile));
+      const TileScales once = scales_of<K>(at + F::codes, factor, low_factor);
+      const auto scales = [&]() -> const TileScales& { return once; };
+      for (int part = 0; part < kParts; ++part) {
+        const Codes<F::coding> codes(at, part);
+        for (uint64_t rows = with; rows; rows &= rows - 1) {
+          const int64_t row = __builtin_ctzll(rows);
+          const auto& [values, floats] = remainders[row * x.blocks + block];
+          put_part(out[row], part, add_block<K, 1>(part_of(out[row], part), codes, part, values, floats, scales));
+        }
+      }
+    }
   }
 }
 

@@ -112,6 +112,7 @@ inline Part fma(Part a, Part b, Part c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)
 inline Part fma(Part a, float b, Part c) { return {_mm256_fmadd_ps(a.v, _mm256_set1_ps(b), c.v)}; }
 inline Part to_float(Ints a) { return {_mm256_cvtepi32_ps(a.v)}; }
 inline Part part_of(f32x16 v, int part) { return {part ? v.b : v.a}; }
+inline void put_part(f32x16& v, int part, Part p) { (part ? v.b : v.a) = p.v; }
 inline f32x16 joined(const Part* parts, int stride) { return {parts[0].v, parts[stride].v}; }
 
 template <int Coding>
@@ -248,6 +249,7 @@ inline Part fma(Part a, Part b, Part c) { return {vfmaq_f32(c.v, a.v, b.v)}; }
 inline Part fma(Part a, float b, Part c) { return {vfmaq_n_f32(c.v, a.v, b)}; }
 inline Part to_float(Ints a) { return {vcvtq_f32_s32(a.v)}; }
 inline Part part_of(f32x16 v, int part) { return {v.v[part]}; }
+inline void put_part(f32x16& v, int part, Part p) { v.v[part] = p.v; }
 inline f32x16 joined(const Part* parts, int stride) {
   return {{parts[0].v, parts[stride].v, parts[2 * stride].v, parts[3 * stride].v}};
 }
@@ -356,6 +358,7 @@ constexpr int kByteOffset = 0;
 
 #if (!defined(__AVX2__) || defined(__AVX512VNNI__)) && !defined(KVILT_NEON)
 inline f32x16 part_of(f32x16 v, int) { return v; }
+inline void put_part(f32x16& v, int, f32x16 p) { v = p; }
 inline f32x16 joined(const f32x16* parts, int) { return parts[0]; }
 #endif
 

@@ -55,24 +55,32 @@ struct PackedWeight {
 // the scaled sum of the block, and the scaled sums of its halves. With AMX two groups stand as one of up to sixteen rows.
 //
 // Few blocks of a row hold its largest activations, and most of the error of eight bits. What eight bits leave of these
-// blocks is quantized to eight more: the remainders of a group, [remainder][32] values and [remainder][4] floats,
-// ordered by block and then by row.
+// blocks is quantized to eight more: their remainders.
 //
 // Kernels with weights in the layout of rows take bfloat16 instead, and nothing else. Two groups stand as a wide one of R
 // rows, up to sixteen, and two wide groups as a pair. `values` are [chunk of blocks][pair][block][wide group][16][R] pairs
 // of neighbouring inputs, so that a thread reads along memory.
+struct alignas(64) Remainder {
+  int8_t values[kBlock];
+  float floats[4];
+};
 struct QuantizedRows {
   const float* plain;  // [rows][inputs]
-  int8_t *values, *remainder_values;
-  float *floats, *remainder_floats;
-  int32_t* remainders;  // [group][1 + 8 * blocks]: how many, and of which block and row: block * 8 + row
+  int8_t* values;
+  float* floats;
+  Remainder* remainders;  // [row][block]; unused where there is none
+  uint64_t* blocks_with;  // [group][words]: bits for blocks of which some row has a remainder
+  uint8_t* rows_with;     // [group][block]: bits for these rows
   int64_t rows, inputs, blocks;
 
   int64_t groups() const { return (rows + kRowGroup - 1) / kRowGroup; }
-  int32_t* remainders_of(int64_t group) const { return remainders + group * (1 + kRowGroup * blocks); }
+  int64_t words() const { return words_of(blocks); }
+  static int64_t words_of(int64_t blocks) { return (blocks + 63) / 64; }
   int64_t count(int64_t group) const {
     return rows - group * kRowGroup < kRowGroup ? rows - group * kRowGroup : kRowGroup;
   }
+  // Behind the last of groups up to this one.
+  int64_t last_row(int64_t group) const { return rows < group * kRowGroup ? rows : group * kRowGroup; }
 };
 
 // Where a tile's results go: out = product + bias + residual.

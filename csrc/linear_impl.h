@@ -23,7 +23,8 @@ void packed_rows(const uint8_t* w, const QuantizedRows& x, int64_t group, f32x16
   const int64_t next = kRowGroup * x.blocks;  // blocks from one group to the other
   const int8_t* values = x.values + group * next * kBlock;
   const float* floats = x.floats + group * next * 4;
-  Part sums[kParts * G * R] = {};
+  Part sums[kParts * G * R];
+  set_zero(sums);
   f32x16 factor = {}, low_factor = {};
   for (int64_t b = 0; b < x.blocks; ++b, w += F::block, values += R * kBlock, floats += R * 4) {
     if constexpr (F::k)
@@ -62,45 +63,14 @@ void packed_rows(const uint8_t* w, const QuantizedRows& x, int64_t group, f32x16
       for (int part = 0; part < kParts; ++part) through(part, [&]() -> const TileScales& { return once; });
     }
   }
+#pragma GCC unroll 16
   for (int r = 0; r < G * R; ++r) out[r] = joined(sums + r, G * R);
-}
-
-// Adds the remainders of a group to its rows' products with one tile.
-template <WeightKind K>
-void add_remainders(const uint8_t* w, const QuantizedRows& x, int64_t group, f32x16* out) {
-  using F = PackedFormat<K>;
-  const int32_t *remainders = x.remainders_of(group) + 1, count = remainders[-1];
-  if (count == 0) return;
-  const int8_t* values = x.remainder_values + group * kRowGroup * x.blocks * kBlock;
-  const float* floats = x.remainder_floats + group * kRowGroup * x.blocks * 4;
-  const int64_t rows = x.count(group);
-  Part sums[kParts * kRowGroup];
-  for (int64_t r = 0; r < rows; ++r)
-    for (int part = 0; part < kParts; ++part) sums[part * kRowGroup + r] = part_of(out[r], part);
-  f32x16 factor = {}, low_factor = {};
-  for (int32_t first = 0, last; first < count; first = last) {
-    const int64_t block = remainders[first] / kRowGroup;
-    for (last = first + 1; last < count && remainders[last] / kRowGroup == block;) ++last;
-    const uint8_t* super = w + F::tile_bytes(block / kSuperBlock * kSuperBlock);
-    const uint8_t* at = super + F::header + block % kSuperBlock * F::block;
-    if constexpr (F::k) factor = load_half(reinterpret_cast<const uint16_t*>(super));
-    if constexpr (F::k && F::minimum) low_factor = load_half(reinterpret_cast<const uint16_t*>(super + 2 * kTile));
-    const TileScales once = scales_of<K>(at + F::codes, factor, low_factor);
-    for (int part = 0; part < kParts; ++part) {
-      const Codes<F::coding> codes(at, part);
-      for (int32_t i = first; i < last; ++i) {
-        Part& sum = sums[part * kRowGroup + remainders[i] % kRowGroup];
-        sum = add_block<K, 1>(sum, codes, part, values + i * kBlock, floats + i * 4,
-                              [&]() -> const TileScales& { return once; });
-      }
-    }
-  }
-  for (int64_t r = 0; r < rows; ++r) out[r] = joined(sums + r, kRowGroup);
 }
 
 template <WeightKind K, int R>
 void float_rows(const uint8_t* w, const float* plain, int64_t inputs, f32x16* out) {
-  f32x16 acc[R] = {};
+  f32x16 acc[R];
+  set_zero(acc);
   for (int64_t k = 0; k < inputs; ++k) {
     const f32x16 column = load_weights<K>(w, k * kTile);
     for (int r = 0; r < R; ++r) acc[r] = fma(column, plain[r * inputs + k], acc[r]);
@@ -121,7 +91,7 @@ using TileProduct = void (*)(const uint8_t* w, const QuantizedRows& x, int64_t g
 struct TileProducts {
   TileProduct of[kRowGroup];
   TileProduct two;  // whole groups
-  TileProduct remainders;
+  void (*remainders)(const uint8_t* w, const QuantizedRows& x, int64_t first, int64_t last, f32x16* out);
 };
 
 template <WeightKind K, int... R>
@@ -137,35 +107,43 @@ constexpr std::array<TileProducts, kWeightKinds> all_products(std::integer_seque
 constexpr std::array<TileProducts, kWeightKinds> kProducts =
     all_products(std::make_integer_sequence<int, kWeightKinds>());
 
-constexpr int kRowsAtOnce = 2 * kRowGroup;  // rows that go through a tile together
+constexpr int kSpanRows = kSpan * kRowGroup;
 
 // How many groups from this one on go through a tile together.
-inline int64_t together(const PackedWeight& w, const QuantizedRows& x, int64_t group, int64_t last) {
-  return kProducts[int(w.kind)].two && group + 2 <= last && x.count(group + 1) == kRowGroup ? 2 : 1;
+inline int64_t together(const TileProducts& products, const QuantizedRows& x, int64_t group, int64_t last) {
+  return products.two && group + 2 <= last && x.count(group + 1) == kRowGroup ? 2 : 1;
 }
 
-inline void product(const PackedWeight& w, int64_t tile, const QuantizedRows& x, int64_t group, int64_t groups,
+// The rows of groups [first, last), at most kSpan of them, through one tile.
+inline void product(const PackedWeight& w, int64_t tile, const QuantizedRows& x, int64_t first, int64_t last,
                     f32x16* out) {
   const TileProducts& products = kProducts[int(w.kind)];
-  const TileProduct product = groups == 2 ? products.two : products.of[x.count(group) - 1];
   const uint8_t* from = w.data + tile * tile_bytes(w.kind, w.inputs);
-  product(from, x, group, out);
-  if (!products.remainders) return;  // plain weights take activations as they are
-  for (const int64_t end = group + groups; group < end; ++group, out += kRowGroup)
-    products.remainders(from, x, group, out);
+  for (int64_t group = first, groups; group < last; group += groups) {
+    groups = together(products, x, group, last);
+    const TileProduct product = groups == 2 ? products.two : products.of[x.count(group) - 1];
+    product(from, x, group, out + (group - first) * kRowGroup);
+  }
+  if (products.remainders) products.remainders(from, x, first, last, out);  // plain weights have none
+}
+
+// Calls work(first, last) for spans of the groups.
+template <typename Work>
+inline void over_spans(int64_t first, int64_t last, Work work) {
+  for (; first < last; first += kSpan) work(first, last - first < kSpan ? last : first + kSpan);
 }
 
 inline void linear_tile(const PackedWeight& w, int64_t tile, const QuantizedRows& x, int64_t first, int64_t last,
                         const LinearOutput& to) {
   const int64_t at = tile * kTile, lanes = w.outputs - at;
   const f32x16 bias = to.bias ? load_lanes(to.bias + at, lanes) : f32x16{};
-  f32x16 acc[kRowsAtOnce];
-  for (int64_t group = first, groups; group < last; group += groups) {
-    groups = together(w, x, group, last);
-    product(w, tile, x, group, groups, acc);
-    const int64_t rows = groups == 2 ? kRowsAtOnce : x.count(group);
-    for (int64_t r = 0; r < rows; ++r) store_outputs(to, (group * kRowGroup + r) * w.outputs + at, acc[r], bias, lanes);
-  }
+  over_spans(first, last, [&](int64_t begin, int64_t end) {
+    f32x16 sums[kSpanRows];
+    product(w, tile, x, begin, end, sums);
+    const f32x16* sum = sums;
+    for (int64_t row = begin * kRowGroup; row < x.last_row(end); ++row, ++sum)
+      store_outputs(to, row * w.outputs + at, *sum, bias, lanes);
+  });
 }
 
 inline void gate_up_tile(const PackedWeight& gate, const PackedWeight& up, int64_t tile, const QuantizedRows& x,
@@ -174,17 +152,16 @@ inline void gate_up_tile(const PackedWeight& gate, const PackedWeight& up, int64
   const int64_t at = tile * kTile, lanes = gate.outputs - at;
   const f32x16 gate_add = gate_bias ? load_lanes(gate_bias + at, lanes) : f32x16{};
   const f32x16 up_add = up_bias ? load_lanes(up_bias + at, lanes) : f32x16{};
-  f32x16 a[kRowsAtOnce], b[kRowsAtOnce];
-  for (int64_t group = first, groups; group < last; group += groups) {
-    groups = together(gate, x, group, last) == 2 ? together(up, x, group, last) : 1;
-    product(gate, tile, x, group, groups, a);
-    product(up, tile, x, group, groups, b);
-    const int64_t rows = groups == 2 ? kRowsAtOnce : x.count(group);
-    for (int64_t r = 0; r < rows; ++r) {
-      const f32x16 value = gated(gate_bias ? a[r] + gate_add : a[r], up_bias ? b[r] + up_add : b[r], activation);
-      store_lanes(out + (group * kRowGroup + r) * gate.outputs + at, value, lanes);
+  over_spans(first, last, [&](int64_t begin, int64_t end) {
+    f32x16 gates[kSpanRows], ups[kSpanRows];
+    product(gate, tile, x, begin, end, gates);
+    product(up, tile, x, begin, end, ups);
+    const f32x16 *a = gates, *b = ups;
+    for (int64_t row = begin * kRowGroup; row < x.last_row(end); ++row, ++a, ++b) {
+      const f32x16 value = gated(gate_bias ? *a + gate_add : *a, up_bias ? *b + up_add : *b, activation);
+      store_lanes(out + row * gate.outputs + at, value, lanes);
     }
-  }
+  });
 }
 
 inline void linear_tiles(const PackedWeight& w, int64_t tile, int64_t last_tile, const QuantizedRows& x, int64_t first,

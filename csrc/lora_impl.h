@@ -39,7 +39,8 @@ constexpr int kWide = kRegisterBytes >= 64 ? 4 : 2;  // sums that stay in regist
 template <WeightKind K, int R, int T>
 inline void shrink_block(const typename LoraLoader<K>::Type* down, int64_t stride, const float* const* x,
                          int64_t inputs, float* const* out) {
-  f32x16 sums[R * T] = {};
+  f32x16 sums[R * T];
+  set_zero(sums);
   const int64_t whole = inputs / 16 * 16;
   const auto add = [&](int64_t i, auto read) __attribute__((always_inline)) {
     f32x16 rows[T];
@@ -78,7 +79,8 @@ inline void shrink_rows(const LoraChunk& chunk, const LoraArgs& args, int64_t fi
 template <WeightKind K, int O, int T>
 inline void expand_block(const typename LoraLoader<K>::Type* up, int64_t stride, const float* const* inner,
                          int64_t rank, const float* scales, float* const* out, int64_t lanes) {
-  f32x16 sums[O * T] = {};
+  f32x16 sums[O * T];
+  set_zero(sums);
   for (int64_t r = 0; r < rank; ++r, up += stride) {
 #pragma GCC unroll 8
     for (int o = 0; o < O; ++o) {

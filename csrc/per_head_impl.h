@@ -10,7 +10,8 @@ namespace kvilt::KVILT_ISA {
 template <WeightKind K, int O, int T>
 inline void per_head_block(const typename LoraLoader<K>::Type* weight, int64_t stride, const float* const* x,
                            int64_t inputs, float* const* out, int64_t lanes) {
-  f32x16 sums[O * T] = {};
+  f32x16 sums[O * T];
+  set_zero(sums);
   for (int64_t i = 0; i < inputs; ++i, weight += stride) {
 #pragma GCC unroll 8
     for (int o = 0; o < O; ++o) {

@@ -23,9 +23,9 @@ class RowScratch {
     values_.grow(rows * blocks * kBlock * value_bytes_);
     if (value_bytes_ == 2) return;
     grow(floats_, rows * blocks * 4);
-    grow(remainder_values_, rows * blocks * kBlock);
-    grow(remainder_floats_, rows * blocks * 4);
-    grow(remainders_, groups * (1 + kRowGroup * blocks));
+    grow(remainders_, rows * blocks);
+    grow(blocks_with_, groups * QuantizedRows::words_of(blocks));
+    grow(rows_with_, groups * blocks);
   }
 
   // A part of the rows: from the row `first` on, which begins the group `group`. `plain` are its activations.
@@ -35,10 +35,10 @@ class RowScratch {
     if (value_bytes_ == 2) return {plain, values, nullptr, nullptr, nullptr, nullptr, count, inputs, blocks};
     return {plain,
             values,
-            remainder_values_.data() + at * kBlock,
             floats_.data() + at * 4,
-            remainder_floats_.data() + at * 4,
-            remainders_.data() + group * (1 + kRowGroup * blocks),
+            remainders_.data() + at,
+            blocks_with_.data() + group * QuantizedRows::words_of(blocks),
+            rows_with_.data() + group * blocks,
             count,
             inputs,
             blocks};
@@ -47,9 +47,10 @@ class RowScratch {
  private:
   int64_t value_bytes_;
   LargeBytes values_;
-  std::vector<int8_t> remainder_values_;
-  std::vector<float> floats_, remainder_floats_;
-  std::vector<int32_t> remainders_;
+  std::vector<float> floats_;
+  std::vector<Remainder> remainders_;
+  std::vector<uint64_t> blocks_with_;
+  std::vector<uint8_t> rows_with_;
 };
 
 }  // namespace kvilt

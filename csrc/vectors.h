@@ -78,9 +78,28 @@ inline f32x16 exp2_bits(f32x16 rounded) {
 }
 // Sixteen numbers to the nearest whole ones (ties to even), as bytes; returns their sum.
 inline int32_t store_bytes(int8_t* p, f32x16 x) {
-  const __m512i whole = _mm512_cvtps_epi32(x.v);
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(whole));
-  return _mm512_reduce_add_epi32(whole);
+  const __m128i bytes = _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(x.v));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
+  // Sums of bytes are taken of unsigned ones, eight at a time: of 128 more than each is.
+  const __m128i eights = _mm_sad_epu8(_mm_xor_si128(bytes, _mm_set1_epi8(char(0x80))), _mm_setzero_si128());
+  return _mm_cvtsi128_si32(_mm_add_epi32(eights, _mm_unpackhi_epi64(eights, eights))) - 16 * 128;
+}
+// The largest lane of each of sixteen vectors of no negative numbers; what is not a number counts as the largest.
+inline f32x16 largest_of_each(const f32x16* vectors) {
+  const auto larger = [](__m512 a, __m512 b) {  // the bits of such numbers are in the order of the numbers
+    return _mm512_castsi512_ps(_mm512_max_epi32(_mm512_castps_si512(a), _mm512_castps_si512(b)));
+  };
+  __m512 four[4], eight[2];  // with four and two candidates of each vector
+  for (int i = 0; i < 4; ++i) {
+    const f32x16* v = vectors + 4 * i;
+    const __m512 low = larger(_mm512_unpacklo_ps(v[0].v, v[1].v), _mm512_unpackhi_ps(v[0].v, v[1].v));
+    const __m512 high = larger(_mm512_unpacklo_ps(v[2].v, v[3].v), _mm512_unpackhi_ps(v[2].v, v[3].v));
+    four[i] = larger(_mm512_shuffle_ps(low, high, 0x44), _mm512_shuffle_ps(low, high, 0xee));
+  }
+  for (int i = 0; i < 2; ++i)
+    eight[i] = larger(_mm512_shuffle_f32x4(four[2 * i], four[2 * i + 1], 0x88),
+                      _mm512_shuffle_f32x4(four[2 * i], four[2 * i + 1], 0xdd));
+  return {larger(_mm512_shuffle_f32x4(eight[0], eight[1], 0x88), _mm512_shuffle_f32x4(eight[0], eight[1], 0xdd))};
 }
 inline f32x16 load_half(const uint16_t* p) {
   return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
@@ -409,6 +428,20 @@ inline float reduce_max(f32x16 v) {
   return fold(v, [](float a, float b) { return a < b ? b : a; });
 }
 #endif
+#if !defined(__AVX512F__)
+inline f32x16 largest_of_each(const f32x16* vectors) {
+  float largest[16];
+  for (int i = 0; i < 16; ++i) largest[i] = reduce_max(vectors[i]);
+  return load(largest);
+}
+#endif
+
+// Zeros where sums begin. An initializer of many vectors would be written to memory, and read from there.
+template <typename Sum, int N>
+inline __attribute__((always_inline)) void set_zero(Sum (&sums)[N]) {
+#pragma GCC unroll 64
+  for (int i = 0; i < N; ++i) sums[i] = Sum{};
+}
 
 // e^x for x in [-87, 88], a few units in the last place; smaller x give a value that is as good as zero.
 inline f32x16 exp16(f32x16 x) {

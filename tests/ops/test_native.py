@@ -151,6 +151,15 @@ def test_blocks_of_large_activations_keep_fifteen_bits(byte_ops: NativeOps, name
     assert float(error.abs().max()) < 5e-5  # eight bits alone: 1e-3
 
 
+@pytest.mark.parametrize("name", ["Q4_1", "Q6_K"])
+def test_remainders_of_many_rows_and_blocks_reach_their_rows(byte_ops: NativeOps, name: str) -> None:
+    weight, x = random_blocks(name, 20, 2560), off_ties(with_outliers(150, 2560))
+    packed, plain = byte_ops.prepare(weight), dequantize(weight).double()
+    found, size = byte_ops.linear(x, packed), x.double().abs() @ plain.abs().T
+    assert float(((found - as_kernels_see(x) @ plain.T) / size).abs().max()) < 1e-4
+    assert torch.equal(torch.cat([byte_ops.linear(row, packed) for row in x.split(1)]), found)
+
+
 def test_a_row_of_zeros_beside_rests_stays_zero(ops: NativeOps) -> None:
     packed, x = ops.prepare(random_blocks("Q4_1", 37, 512)), with_outliers(6, 512)
     x[2], x[4] = 0.0, 1e-37  # too small for a scale
