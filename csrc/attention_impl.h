@@ -431,34 +431,51 @@ inline int64_t attention_scratch(const Pages& pages, int64_t rows) {
   return rows * pages.query_dim() + kPanel * kTileLanes + partial_floats(kPanel, pages) + tile;
 }
 
-inline void attention_tiles(const Pages& pages, const Queries& queries, const Mask& mask, int64_t first, int64_t last,
-                            bool apart, float* records, float* scratch) {
-  const int64_t rows = queries.rows(), tile_size = tile_tokens(pages);
-  float *packed = scratch, *scores = packed + rows * pages.query_dim(), *fresh = scores + kPanel * kTileLanes;
-  float* room = fresh + partial_floats(kPanel, pages);
-  const bool often = rows > 2 * kPanel || pages.latent;
-  pack_queries(pages, queries, mask, packed);
+// Tiles [first, last), each with kRows rows after the other: unpack(tile, index) makes a tile ready, and panel(tile, row,
+// count, visible, to) gives a record of some rows with it. `fresh` is room for such a record.
+template <int kRows, typename Unpack, typename UsePanel>
+inline void over_tiles(const Pages& pages, const Queries& queries, const Mask& mask, int64_t first, int64_t last,
+                       bool apart, float* records, float* fresh, Unpack unpack, UsePanel panel) {
+  const int64_t rows = queries.rows();
   Tile next = find_tile(pages, queries, mask, first);
   for (int64_t index = first; index < last; ++index) {
     Tile tile = next;
     if (index + 1 < last) next = find_tile(pages, queries, mask, index + 1);
     for (int64_t page = 0; page < tile_pages(pages); ++page)
       tile.next[page] = next.keys[page] ? next.keys[page] : tile.keys[page];
-    if (pages.latent) unpack_latent_tile(pages, tile, room);
-    else if (often) unpack_tile(pages, tile, room);
+    unpack(tile, index);
     const bool direct = apart || index == first;
     const int64_t record = apart ? (index - first) * partial_floats(rows, pages) : 0;
     const PartialAttention all = partial_at(records + record, rows, pages);
-    for (int64_t row = 0; row < rows; row += kPanel) {
-      const int64_t count = panel_rows(rows, row);
-      VisibleRange visible[kPanel];
+    for (int64_t row = 0; row < rows; row += kRows) {
+      const int64_t count = rows - row < kRows ? rows - row : kRows;
+      VisibleRange visible[kRows];
       for (int64_t m = 0; m < count; ++m)
-        visible[m] = visible_of(pages, mask, queries.positions[(row + m) / queries.group], index * tile_size);
+        visible[m] = visible_of(pages, mask, queries.positions[(row + m) / queries.group], index * tile_tokens(pages));
       const PartialAttention own = all.from(row, pages), to = direct ? own : partial_at(fresh, count, pages);
-      panel_of(pages, often, count)(pages, tile, mask, packed + row * pages.query_dim(), visible, scores, to);
+      panel(tile, row, count, visible, to);
       if (!direct) merge_rows(pages, count, to, own);
     }
   }
+}
+
+inline void attention_tiles(const Pages& pages, const Queries& queries, const Mask& mask, int64_t first, int64_t last,
+                            bool apart, float* records, float* scratch) {
+  const int64_t rows = queries.rows();
+  float *packed = scratch, *scores = packed + rows * pages.query_dim(), *fresh = scores + kPanel * kTileLanes;
+  float* room = fresh + partial_floats(kPanel, pages);
+  const bool often = rows > 2 * kPanel || pages.latent;
+  pack_queries(pages, queries, mask, packed);
+  over_tiles<kPanel>(
+      pages, queries, mask, first, last, apart, records, fresh,
+      [&](Tile& tile, int64_t) {
+        if (pages.latent) unpack_latent_tile(pages, tile, room);
+        else if (often) unpack_tile(pages, tile, room);
+      },
+      [&](const Tile& tile, int64_t row, int64_t count, const VisibleRange* visible, const PartialAttention& to) {
+        const Panel with = panel_of(pages, often, count);
+        with(pages, tile, mask, packed + row * pages.query_dim(), visible, scores, to);
+      });
 }
 
 inline void merge_partials(const Pages& pages, int64_t rows, const float* later, float* record) {

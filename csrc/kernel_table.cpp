@@ -9,17 +9,19 @@ namespace {
 
 #if defined(KVILT_X86)
 
-// Attention with values and weights in bfloat16, which gives other bits.
-KernelTable with_bfloat16_attention() {
-  KernelTable table = kAvx512Kernels;
-  table.isa = table.numerics = "avx512bf16";
-  table.pages.attention_tiles = kBfloat16Attention.attention_tiles;
-  table.pages.scratch_floats = kBfloat16Attention.scratch_floats;
+// Attention in bfloat16, which gives other bits.
+KernelTable with_attention(const char* isa, const char* numerics, const KernelTable& beside,
+                           const AttentionKernels& attention) {
+  KernelTable table = beside;
+  table.isa = isa;
+  table.numerics = numerics;
+  table.pages.attention_tiles = attention.attention_tiles;
+  table.pages.scratch_floats = attention.scratch_floats;
   return table;
 }
 
 const KernelTable& avx512bf16_table() {
-  static const KernelTable table = with_bfloat16_attention();
+  static const KernelTable table = with_attention("avx512bf16", "avx512bf16", kAvx512Kernels, kBfloat16Attention);
   return table;
 }
 
@@ -50,6 +52,11 @@ const KernelTable& amx_bf16_table() {
   return table;
 }
 
+const KernelTable& amx_attention_table() {
+  static const KernelTable table = with_attention("amx-attention", "amx-attention", amx_bf16_table(), kAmxAttention);
+  return table;
+}
+
 // Those that only tests ask for by name.
 const KernelTable* emulated_table(const std::string& isa, const CpuFeatures& cpu) {
   static const KernelTable bytes = with_tiles("amx-emulated", "avx512", kAvx512Kernels, kEmulatedAmxKernels);
@@ -57,7 +64,10 @@ const KernelTable* emulated_table(const std::string& isa, const CpuFeatures& cpu
   if (!cpu.avx512vbmi) return nullptr;
   static const KernelTable bfloats =
       with_tiles("amx-bf16-emulated", "amx-bf16", avx512bf16_table(), kEmulatedAmxBf16Kernels);
-  return isa == bfloats.isa ? &bfloats : nullptr;
+  if (isa == bfloats.isa) return &bfloats;
+  static const KernelTable attention =
+      with_attention("amx-attention-emulated", "amx-attention", bfloats, kEmulatedAmxAttention);
+  return isa == attention.isa ? &attention : nullptr;
 }
 
 #endif
@@ -69,6 +79,7 @@ std::vector<const KernelTable*> available_tables() {
 #if defined(KVILT_X86)
   if (cpu.amx) found.push_back(&amx_table());
   if (cpu.amx_bf16) found.push_back(&amx_bf16_table());
+  if (cpu.amx_bf16) found.push_back(&amx_attention_table());
   if (cpu.avx512bf16) found.push_back(&avx512bf16_table());
   if (cpu.avx512) found.push_back(&kAvx512Kernels);
   if (cpu.avx_vnni) found.push_back(&kAvxVnniKernels);

@@ -30,7 +30,7 @@ extern const KernelTable kGenericKernels;
 extern const KernelTable kAvx2Kernels, kAvxVnniKernels, kAvx512Kernels;
 extern const TileKernels kAmxKernels, kEmulatedAmxKernels;          // they take the place of some of AVX-512's
 extern const TileKernels kAmxBf16Kernels, kEmulatedAmxBf16Kernels;  // likewise
-extern const AttentionKernels kBfloat16Attention;                   // likewise
+extern const AttentionKernels kBfloat16Attention, kAmxAttention, kEmulatedAmxAttention;
 #elif defined(KVILT_ARM)
 extern const KernelTable kNeonKernels, kI8mmKernels;
 #endif

@@ -52,7 +52,8 @@ def _reference(device: torch.device, _threads: int | None) -> Ops:
 BACKENDS: Mapping[str, MakeOps] = MappingProxyType(
     {"native": partial(_native, "auto"), "triton": partial(_triton, torch.bfloat16, False), "reference": _reference}
 )
-_ISAS = ("amx", "amx-bf16", "avx512bf16", "avx512", "avxvnni", "avx2", "i8mm", "neon", "generic")
+_AMX = ("amx", "amx-bf16", "amx-attention")
+_ISAS = (*_AMX, "avx512bf16", "avx512", "avxvnni", "avx2", "i8mm", "neon", "generic")
 _FOR_LARGE, LARGE_WEIGHT_BYTES = "amx-bf16", 512 << 20  # the instruction set for larger models, and their size
 # Native kernels of one instruction set, for bits (and KV) that several kinds of machine share; and the CUDA kernels
 # with weights, activations and KV in float32, beside which the usual ones can be judged.

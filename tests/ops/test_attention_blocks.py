@@ -11,15 +11,16 @@ import torch
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_native import EMULATED
 from torch import Tensor
 from value_rounding import value_rounding
 
 from kvilt.ops.contract import AttentionMask, PageShape, PageStore, Paging, RowLengths
-from kvilt.ops.kv_dtypes import FLOAT8, FLOAT16, FLOAT32, KV_DTYPES, KVDtype
+from kvilt.ops.kv_dtypes import BFLOAT16, FLOAT8, FLOAT16, FLOAT32, KV_DTYPES, KVDtype
 from kvilt.ops.native.backend import NativeOps
 from kvilt.ops.reference import ReferenceOps
 
-ISAS = _kvilt_native.available_isas()
+ISAS = [*_kvilt_native.available_isas(), *EMULATED]
 DTYPES = [dtype for dtype in KV_DTYPES.values() if dtype is not FLOAT8]  # those that native has kernels for
 
 
@@ -135,6 +136,35 @@ def test_what_no_query_may_see_leaves_no_trace(isa: str, dtype: KVDtype) -> None
         found.append(ops.attention(case.queries(), case.fill(ops, noise), 0, case.paging(rows), case.mask).clone())
     assert torch.isfinite(found[0]).all()
     assert all(torch.equal(found[0].view(torch.int32), other.view(torch.int32)) for other in found)
+
+
+@pytest.mark.parametrize("dtype", [FLOAT16, BFLOAT16], ids=lambda one: one.name)
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_value_that_is_not_finite_reaches_those_who_see_it_alone(isa: str, dtype: KVDtype) -> None:
+    rows = [(list(range(9)), list(range(100, 280)))]
+    case = Drawn(PageShape(1, 32, 1, 40, 24, dtype), 3, AttentionMask(0.3), rows, 1)
+    ops, found = NativeOps(2, isa), []
+    for number in (0.5, float("inf"), float("nan")):
+        store, at = case.fill(ops), torch.tensor([5 * 32 + 19])  # the token at 179
+        ops.write(store, 0, at, torch.ones(1, 1, 40), torch.full((1, 1, 24), number))
+        found.append(ops.attention(case.queries(), store, 0, case.paging(rows), case.mask).clone())
+    for other in found[1:]:
+        assert torch.equal(other[: 179 - 100], found[0][: 179 - 100])
+        assert not torch.isfinite(other[179 - 100 :]).any()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_large_scores_differ_as_they_do_in_float32(isa: str) -> None:
+    """Scores of some hundreds, of which the eighth bit would move a weight by a fifth."""
+    shape, rows = PageShape(1, 32, 1, 64, 64, FLOAT16), [(list(range(7)), list(range(220)))]
+    ops, reference, found = NativeOps(2, isa), ReferenceOps(), []
+    key, value, query = (8 * torch.randn(220, heads, 64) for heads in (1, 1, 2))
+    for one, kept in ((ops, value), (reference, value), (reference, value.abs())):
+        store = one.new_pages(shape, 7, torch.device("cpu"))
+        one.write(store, 0, torch.arange(220), key, kept)
+        paging = Drawn(shape, 2, AttentionMask(0.3), rows, 1).paging(rows)
+        found.append(one.attention(query, store, 0, paging, AttentionMask(0.3)).clone())
+    assert bool(((found[0] - found[1]).abs() <= 2e-3 + 1.5 * value_rounding(ops, shape) * found[2]).all())
 
 
 @pytest.mark.parametrize("isa", ISAS)

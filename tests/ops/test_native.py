@@ -40,7 +40,8 @@ def runs(isa: str) -> bool:
 
 
 # The source of AMX kernels with their tiles in plain C++, for machines with AVX-512, BF16 and VBMI.
-EMULATED = [isa for isa in ("amx-bf16-emulated",) if runs(isa)]
+EMULATED = [isa for isa in ("amx-bf16-emulated", "amx-attention-emulated") if runs(isa)]
+IN_BFLOAT16 = ("amx-bf16", "amx-attention")
 PACKED = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "Q2_K", "Q3_K", "IQ4_XS", "Q4_K", "Q5_K", "Q6_K"]
 BYTES = ["IQ3_S", "IQ2_XS"]  # formats that become blocks of bytes
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -51,7 +52,7 @@ def ops(request: pytest.FixtureRequest) -> NativeOps:
     return NativeOps(2, request.param)
 
 
-@pytest.fixture(scope="module", params=[isa for isa in ISAS if isa != "amx-bf16"])
+@pytest.fixture(scope="module", params=[isa for isa in ISAS if isa not in IN_BFLOAT16])
 def byte_ops(request: pytest.FixtureRequest) -> NativeOps:
     """Those whose activations are bytes; the others are in test_amx_bf16.py."""
     return NativeOps(2, request.param)
@@ -59,7 +60,7 @@ def byte_ops(request: pytest.FixtureRequest) -> NativeOps:
 
 def in_bfloat16(ops: NativeOps) -> bool:
     """Whether products take weights and activations in bfloat16."""
-    return ops.numerics.endswith("/amx-bf16")
+    return ops.numerics.endswith(tuple(f"/{isa}" for isa in IN_BFLOAT16))
 
 
 def random_blocks(name: str, rows: int, columns: int, seed: int = 0) -> QuantTensor:

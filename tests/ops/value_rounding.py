@@ -7,6 +7,7 @@ from kvilt.ops.kv_dtypes import FLOAT32
 
 # A bfloat16 has eight bits, so rounding moves a number by 2^-8 of itself at most. A value and its weight are rounded.
 _BOTH = (1 + 2**-8) ** 2 - 1
+_ROUNDING = ("avx512bf16", "amx-bf16", "amx-attention")
 
 
 def value_rounding(ops: Ops, shape: PageShape) -> float:
@@ -14,5 +15,5 @@ def value_rounding(ops: Ops, shape: PageShape) -> float:
 
     Zero where all products are float32: in other instruction sets, over pages of float32 and over latent ones.
     """
-    rounds = ops.numerics.endswith("/avx512bf16") and shape.dtype is not FLOAT32 and not shape.latent
+    rounds = ops.numerics.partition("/")[2] in _ROUNDING and shape.dtype is not FLOAT32 and not shape.latent
     return _BOTH if rounds else 0.0
