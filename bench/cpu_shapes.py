@@ -1,9 +1,10 @@
 """Models of any shape with random weights on the CPU: prefill, decode and batches by instruction set, alternately.
 
     python bench/cpu_shapes.py [--shape 8b] [--format Q4_0] [--isa amx avx512] [--threads 16] [--rounds 3]
-        [--vocabulary 49152] [--layers 32] [--workloads prefill:512 decode batch:8 batch:32]
+        [--vocabulary 49152] [--layers 32] [--workloads prefill:512 decode decode:8192 batch:8 batch:32]
 
-Only ratios within one run mean something. The machine's limits are measured by the same program.
+`decode:N` is one row behind N tokens, `batch:N` are N rows. Only ratios within one run mean something. The machine's
+limits are measured by the same program.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import argparse
 import os
 import statistics
 import time
-from collections.abc import Callable
 from typing import Any
 
 import _kvilt_native
@@ -52,7 +52,10 @@ def executor_of(asked: argparse.Namespace, isa: str) -> Executor:
     assert isinstance(own, RandomTensors)
     repeated = RepeatedTensors(own.shapes, own.device, own.dtype, own.format)
     object.__setattr__(checkpoint, "tensors", repeated)
-    config = RunConfig(threads=asked.threads, kv_memory=1 << 30, max_context=4096)
+    longest = max(4096, *(size_of(name) + 2 * STEPS for name in asked.workloads))
+    dim = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
+    token_bytes = 2 * 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * dim
+    config = RunConfig(threads=asked.threads, kv_memory=(1 << 30) + token_bytes * longest, max_context=longest)
     return build_executor(checkpoint, config, ops=NativeOps(asked.threads, isa))
 
 
@@ -65,9 +68,9 @@ def prefill(executor: Executor, tokens: int) -> float:
         return tokens / (time.perf_counter() - started_s)
 
 
-def batch(executor: Executor, rows: int) -> float:
+def decode(executor: Executor, rows: int, context: int) -> float:
     with executor.create_kv_cache(rows) as kv:
-        executor.prefill([[1 + (7 * i + 13 * row) % 900 for i in range(16)] for row in range(rows)], kv)
+        executor.prefill([[1 + (7 * i + 13 * row) % 900 for i in range(context)] for row in range(rows)], kv)
         last = [[5 + row] for row in range(rows)]
         executor.sample_tokens(2, last, kv, params=GREEDY)
         started_s = time.perf_counter()
@@ -75,11 +78,21 @@ def batch(executor: Executor, rows: int) -> float:
         return rows * STEPS / (time.perf_counter() - started_s)
 
 
-def workload(name: str) -> Callable[[Executor], float]:
-    kind, _, number = name.partition(":")
-    if kind == "prefill":
-        return lambda executor: prefill(executor, int(number or 512))
-    return lambda executor: batch(executor, int(number or 1))
+SIZES = {"prefill": 512, "decode": 16, "batch": 8}  # where a workload names none
+
+
+def size_of(name: str) -> int:
+    kind, _, size = name.partition(":")
+    if kind not in SIZES or not (size or "1").isdecimal():
+        raise SystemExit(f"cannot read the workload {name!r}; write prefill:N, decode:N or batch:N")
+    return int(size or SIZES[kind])
+
+
+def measure(executor: Executor, name: str) -> float:
+    size = size_of(name)
+    if name.startswith("prefill"):
+        return prefill(executor, size)
+    return decode(executor, size, 16) if name.startswith("batch") else decode(executor, 1, size)
 
 
 def arguments() -> argparse.Namespace:
@@ -97,6 +110,8 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     asked = arguments()
+    for name in asked.workloads:
+        size_of(name)  # refuses a name before models are made
     read, multiplied = _kvilt_native.limits(asked.threads, 1 << 30)
     print(
         f"limits: {read / 1e9:.0f} GB/s read, {multiplied / 1e9:.0f} GOP/s by vectors of int8, {asked.threads} threads"
@@ -107,7 +122,7 @@ def main() -> None:
     for turn in range(asked.rounds + 1):
         for name in asked.workloads:
             for isa, executor in executors.items():
-                rate = workload(name)(executor)
+                rate = measure(executor, name)
                 if turn:  # the first one warms up
                     rates.setdefault((name, isa), []).append(rate)
     print(f"{'tokens/s':<14}" + "".join(f"{isa:>14}" for isa in executors))
