@@ -1,12 +1,12 @@
 // Attention over pages by tiles of AMX, with numbers in bfloat16 and sums in float32.
 //
-// A number of a query is taken as the sum of two of bfloat16, and so is a number of a float16 key, which is exact. Three of
-// their four products count; the one left out is smaller than a query's own rounding. Softmax weights and values are
-// rounded to bfloat16, as the vector kernels round them.
+// A number of a query is taken as the sum of two of bfloat16, and so is a number of a float16 key, which is exact. Three
+// of their four products are added; the one left out is smaller than a query's own rounding. Softmax weights and values
+// are rounded to bfloat16, as the vector kernels round them.
 //
-// A tile of scores has sixteen queries and sixteen keys, and a tile of sums sixteen queries and sixteen dims. An element gets the same
-// operations in the same order whatever else its tile has: hidden tokens have a weight of zero, and their values are
-// finite, so they add nothing.
+// A tile of scores has sixteen queries and sixteen keys, and a tile of sums sixteen queries and sixteen dims. An element
+// gets the same operations in the same order whatever else its tile has: hidden tokens have a weight of zero, and their
+// values are finite, so they add nothing.
 #pragma once
 #include "amx_tiles.h"
 #include "attention_impl.h"
@@ -14,10 +14,9 @@
 namespace kvilt::KVILT_ISA {
 
 constexpr int kTileQueries = 16;
-constexpr int kTileDims = 32;                            // of queries and keys, in pairs
-constexpr int64_t kColumns = 16;                         // keys of a tile of scores
-constexpr int64_t kTileColumns = kTileLanes / kColumns;  // tiles of scores beside each other
-constexpr uint32_t kUpperBits = 0xffff0000;              // those that a number of bfloat16 has
+constexpr int kTileDims = 32;                // of queries and keys, in pairs
+constexpr int64_t kColumns = 16;             // keys of a tile of scores
+constexpr uint32_t kUpperBits = 0xffff0000;  // those that a number of bfloat16 has
 
 inline int64_t padded_dims(const Pages& pages) { return (pages.dim + kTileDims - 1) / kTileDims * kTileDims; }
 
@@ -35,7 +34,7 @@ inline __m512i upper_pairs(f32x16 first, f32x16 second) {
 // upper ones leave.
 struct AttentionRoom {
   uint16_t *upper_queries, *lower_queries;  // [query][padded dims]
-  uint16_t *upper_keys, *lower_keys;        // [column][pair of dims][16 keys][2]
+  uint16_t *upper_keys, *lower_keys;        // [tile of keys][pair of dims][16 keys][2]
   uint16_t* values;                         // [pair of lanes][value_lanes][2]
   uint16_t* weights;                        // [16][kTileLanes]
   float *scores, *fresh;                    // [16][kTileLanes]; a record of sixteen queries
