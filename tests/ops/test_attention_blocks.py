@@ -158,13 +158,15 @@ def test_large_scores_differ_as_they_do_in_float32(isa: str) -> None:
     """Scores of some hundreds, of which the eighth bit would move a weight by a fifth."""
     shape, rows = PageShape(1, 32, 1, 64, 64, FLOAT16), [(list(range(7)), list(range(220)))]
     ops, reference, found = NativeOps(2, isa), ReferenceOps(), []
-    key, value, query = (8 * torch.randn(220, heads, 64) for heads in (1, 1, 2))
+    random = torch.Generator().manual_seed(3)
+    key, value, query = (8 * torch.randn((220, heads, 64), generator=random) for heads in (1, 1, 2))
     for one, kept in ((ops, value), (reference, value), (reference, value.abs())):
         store = one.new_pages(shape, 7, torch.device("cpu"))
         one.write(store, 0, torch.arange(220), key, kept)
         paging = Drawn(shape, 2, AttentionMask(0.3), rows, 1).paging(rows)
         found.append(one.attention(query, store, 0, paging, AttentionMask(0.3)).clone())
-    assert bool(((found[0] - found[1]).abs() <= 2e-3 + 1.5 * value_rounding(ops, shape) * found[2]).all())
+    # Eight bits would move some of these numbers by 0.5 and more.
+    assert bool(((found[0] - found[1]).abs() <= 0.05 + value_rounding(ops, shape) * found[2]).all())
 
 
 @pytest.mark.parametrize("isa", ISAS)
