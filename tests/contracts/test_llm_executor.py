@@ -227,10 +227,10 @@ def test_capabilities_follow_the_truth(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_capabilities_name_formats_that_are_held_as_float32(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As if the file had tensors in three formats: the native backend has no kernels for one of them."""
-    formats, found_names = ["IQ2_S", "Q4_K", "F16"], dict[str, int]()
+    formats, places = ["IQ2_S", "Q4_K", "F16"], dict[str, int]()
 
     def storage(_source: object, name: str) -> TensorStorage:
-        place = found_names.setdefault(name, len(found_names))
+        place = places.setdefault(name, len(places))
         return TensorStorage(formats[place] if place < len(formats) else "F32", 1)
 
     monkeypatch.setattr(SafetensorsFiles, "storage", storage)
