@@ -11,7 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from test_native import EMULATED, IDS, PACKED, PLAIN, a_weight, check_law_5, random_blocks, with_outliers
+from test_native import (
+    EMULATED,
+    EMULATED_ATTENTION,
+    IDS,
+    PACKED,
+    PLAIN,
+    a_weight,
+    check_law_5,
+    random_blocks,
+    with_outliers,
+)
 from tiny import write_tiny
 
 from kvilt.config import RunConfig
@@ -132,7 +142,7 @@ def test_experts_are_close_to_the_reference(tiles: NativeOps, tokens: int) -> No
     assert float((found(tiles) - truth).norm() / truth.norm()) < 1e-2
 
 
-@pytest.mark.parametrize("isa", EMULATED)
+@pytest.mark.parametrize("isa", [*EMULATED, *EMULATED_ATTENTION])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_law_5(isa: str, threads: int, tmp_path: Path) -> None:
     write_tiny(tmp_path)

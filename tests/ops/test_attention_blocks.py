@@ -11,7 +11,7 @@ import torch
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_native import EMULATED
+from test_native import EMULATED_ATTENTION
 from torch import Tensor
 from value_rounding import value_rounding
 
@@ -20,7 +20,7 @@ from kvilt.ops.kv_dtypes import BFLOAT16, FLOAT8, FLOAT16, FLOAT32, KV_DTYPES, K
 from kvilt.ops.native.backend import NativeOps
 from kvilt.ops.reference import ReferenceOps
 
-ISAS = [*_kvilt_native.available_isas(), *EMULATED]
+ISAS = [*_kvilt_native.available_isas(), *EMULATED_ATTENTION]
 DTYPES = [dtype for dtype in KV_DTYPES.values() if dtype is not FLOAT8]  # those that native has kernels for
 
 

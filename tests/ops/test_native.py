@@ -40,7 +40,8 @@ def runs(isa: str) -> bool:
 
 
 # The source of AMX kernels with their tiles in plain C++, for machines with AVX-512, BF16 and VBMI.
-EMULATED = [isa for isa in ("amx-bf16-emulated", "amx-attention-emulated") if runs(isa)]
+EMULATED = [isa for isa in ("amx-bf16-emulated",) if runs(isa)]
+EMULATED_ATTENTION = [isa for isa in ("amx-attention-emulated",) if runs(isa)]  # with the same products
 IN_BFLOAT16 = ("amx-bf16", "amx-attention")
 PACKED = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "Q2_K", "Q3_K", "IQ4_XS", "Q4_K", "Q5_K", "Q6_K"]
 BYTES = ["IQ3_S", "IQ2_XS"]  # formats that become blocks of bytes
