@@ -327,16 +327,13 @@ inline void gate_up_tiles(const PackedWeight& gate, const PackedWeight& up, int6
   else multiply_slots(slots, 2 * count, x, first_wide, last_wide, sums);
   for (int64_t wide = first_wide; wide < last_wide; ++wide)
     for (int64_t i = 0; i < count; ++i) {
-      const int64_t at = (tile + i) * kTile, lanes = gate.outputs - at;
-      const f32x16 gate_add = gate_bias ? load_lanes(gate_bias + at, lanes) : f32x16{};
-      const f32x16 up_add = up_bias ? load_lanes(up_bias + at, lanes) : f32x16{};
+      const int64_t at = (tile + i) * kTile;
+      const GateOutputs outputs{gate_bias, up_bias, at, gate.outputs - at, activation};
       f32x16 a[kWide], b[kWide];
       transpose_16(sums[2 * i][wide - first_wide], a);
       transpose_16(sums[2 * i + 1][wide - first_wide], b);
-      for (int64_t r = 0; r < WideGroup(x, wide).rows; ++r) {
-        const f32x16 value = gated(gate_bias ? a[r] + gate_add : a[r], up_bias ? b[r] + up_add : b[r], activation);
-        store_lanes(out + (wide * kWide + r) * gate.outputs + at, value, lanes);
-      }
+      for (int64_t r = 0; r < WideGroup(x, wide).rows; ++r)
+        outputs.store_row(out + (wide * kWide + r) * gate.outputs, a[r], b[r]);
     }
 }
 

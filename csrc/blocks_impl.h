@@ -1,6 +1,7 @@
 // Rows of activations as bytes, and one block of a tile with one block of a row: what every product is made of.
 #pragma once
 #include "dots_impl.h"
+#include "elementwise_impl.h"
 #include "kernels.h"
 #include "packed.h"
 #include "vectors.h"
@@ -268,5 +269,19 @@ inline void store_outputs(const LinearOutput& to, int64_t place, f32x16 product,
   if (to.residual) value = load_lanes(to.residual + place, lanes) + value;
   store_lanes(to.out + place, value, lanes);
 }
+
+// Sixteen outputs of a gate from `at` on: out = activation(gate + bias) * (up + bias).
+struct GateOutputs {
+  const float *gate_bias, *up_bias;
+  int64_t at, lanes;
+  Activation activation;
+  f32x16 gate_add = gate_bias ? load_lanes(gate_bias + at, lanes) : f32x16{};
+  f32x16 up_add = up_bias ? load_lanes(up_bias + at, lanes) : f32x16{};
+
+  void store_row(float* row, f32x16 gate, f32x16 up) const {
+    const f32x16 opened = gated(gate_bias ? gate + gate_add : gate, up_bias ? up + up_add : up, activation);
+    store_lanes(row + at, opened, lanes);
+  }
+};
 
 }  // namespace kvilt::KVILT_ISA

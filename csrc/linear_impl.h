@@ -149,18 +149,15 @@ inline void linear_tile(const PackedWeight& w, int64_t tile, const QuantizedRows
 inline void gate_up_tile(const PackedWeight& gate, const PackedWeight& up, int64_t tile, const QuantizedRows& x,
                          int64_t first, int64_t last, const float* gate_bias, const float* up_bias,
                          Activation activation, float* out) {
-  const int64_t at = tile * kTile, lanes = gate.outputs - at;
-  const f32x16 gate_add = gate_bias ? load_lanes(gate_bias + at, lanes) : f32x16{};
-  const f32x16 up_add = up_bias ? load_lanes(up_bias + at, lanes) : f32x16{};
+  const int64_t at = tile * kTile;
+  const GateOutputs outputs{gate_bias, up_bias, at, gate.outputs - at, activation};
   over_spans(first, last, [&](int64_t begin, int64_t end) {
     f32x16 gates[kSpanRows], ups[kSpanRows];
     product(gate, tile, x, begin, end, gates);
     product(up, tile, x, begin, end, ups);
     const f32x16 *a = gates, *b = ups;
-    for (int64_t row = begin * kRowGroup; row < x.last_row(end); ++row, ++a, ++b) {
-      const f32x16 value = gated(gate_bias ? *a + gate_add : *a, up_bias ? *b + up_add : *b, activation);
-      store_lanes(out + row * gate.outputs + at, value, lanes);
-    }
+    for (int64_t row = begin * kRowGroup; row < x.last_row(end); ++row, ++a, ++b)
+      outputs.store_row(out + row * gate.outputs, *a, *b);
   });
 }
 
