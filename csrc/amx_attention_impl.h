@@ -226,23 +226,15 @@ inline int64_t lane_of(const Pages& pages, int64_t token) {
   return token / pages.page_tokens * pages.lanes + token % pages.page_tokens;
 }
 
-// A query's softmax weights as bfloat16, with zeros for what it does not see.
-inline void weights_as_tile(const Pages& pages, const VisibleRange& visible, const float* weights, uint16_t* to) {
+// A query's softmax weights as bfloat16, with zeros for what it does not see. They are rounded in place.
+inline void weights_as_tile(const Pages& pages, const VisibleRange& visible, float* weights, uint16_t* to) {
   std::memset(to, 0, kTileLanes * sizeof(*to));
   if (!visible.any()) return;
-  const int64_t first = visible.from / pages.page_tokens, last = (visible.to - 1) / pages.page_tokens;
-  for (int64_t page = first; page <= last; ++page) {
-    const int64_t begin = page * pages.lanes;
-    const int64_t low = page == first ? lane_of(pages, visible.from) : begin;
-    const int64_t high = page == last ? lane_of(pages, visible.to - 1) + 1 : begin + pages.page_tokens;
-    for (int64_t lane = begin; lane < begin + pages.lanes; lane += 16) {
-      if (high <= lane || lane + 16 <= low) continue;
-      const int64_t hidden = low > lane ? low - lane : 0, seen = high - lane < 16 ? high - lane : 16;
-      const auto mask = __mmask16((1u << seen) - (1u << hidden));
-      const __m512 shown = _mm512_maskz_mov_ps(mask, load(weights + lane).v);
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + lane), (__m256i)_mm512_cvtneps_pbh(shown));
-    }
-  }
+  round_weights(pages, visible, weights);
+  const int64_t first = visible.from / pages.page_tokens * pages.lanes;
+  const int64_t last = ((visible.to - 1) / pages.page_tokens + 1) * pages.lanes;
+  const auto* rounded = reinterpret_cast<const char*>(weights) + first * int64_t(sizeof(*to));
+  std::memcpy(to + first, rounded, size_t(last - first) * sizeof(*to));
 }
 
 inline void scale_scores(const Pages& pages, const Tile& tile, int64_t rows, int64_t first, int64_t last,

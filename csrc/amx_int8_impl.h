@@ -188,8 +188,9 @@ void wide_product(const uint8_t* w, const QuantizedRows& x, int64_t first, int64
     configure(kWide, kHalves);
   }
   release_tiles();
-  for (int64_t span = first; span < last; span += kSpan)
-    add_remainders<K>(w, x, span, last - span < kSpan ? last : span + kSpan, totals + (span - first) * kRowGroup);
+  over_spans(first, last, [&](int64_t begin, int64_t end) {
+    add_remainders<K>(w, x, begin, end, totals + (begin - first) * kRowGroup);
+  });
 }
 
 using WideProduct = void (*)(const uint8_t* w, const QuantizedRows& x, int64_t first, int64_t last, f32x16* totals);

@@ -175,8 +175,15 @@ inline __attribute__((always_inline)) Part add_block(Part sum, const Codes<Packe
   }
 }
 
+constexpr int64_t kSpan = 8;  // groups whose remainders are added together: a bit for each row
+
+// Calls work(first, last) for spans of the groups.
+template <typename Work>
+inline void over_spans(int64_t first, int64_t last, Work work) {
+  for (; first < last; first += kSpan) work(first, last - first < kSpan ? last : first + kSpan);
+}
+
 // Adds the remainders of groups [first, last), at most kSpan of them, to their rows' products with one tile.
-constexpr int64_t kSpan = 8;  // groups: a bit for each row
 template <WeightKind K>
 void add_remainders(const uint8_t* w, const QuantizedRows& x, int64_t first, int64_t last, f32x16* out) {
   using F = PackedFormat<K>;

@@ -127,12 +127,6 @@ inline void product(const PackedWeight& w, int64_t tile, const QuantizedRows& x,
   if (products.remainders) products.remainders(from, x, first, last, out);  // plain weights have none
 }
 
-// Calls work(first, last) for spans of the groups.
-template <typename Work>
-inline void over_spans(int64_t first, int64_t last, Work work) {
-  for (; first < last; first += kSpan) work(first, last - first < kSpan ? last : first + kSpan);
-}
-
 inline void linear_tile(const PackedWeight& w, int64_t tile, const QuantizedRows& x, int64_t first, int64_t last,
                         const LinearOutput& to) {
   const int64_t at = tile * kTile, lanes = w.outputs - at;
