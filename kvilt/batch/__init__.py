@@ -27,4 +27,5 @@ from .row import token_count as token_count
 from .step_input import PlacedLoad as PlacedLoad
 from .step_input import PlacedRepair as PlacedRepair
 from .step_input import Segment as Segment
+from .step_input import SegmentOutputs as SegmentOutputs
 from .step_input import StepInput as StepInput

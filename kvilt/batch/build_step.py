@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -15,8 +15,8 @@ from ..errors import InputError
 from ..kv.pool import PagePool
 from ..kv.row_states import StateFold
 from ..ops.contract import Interpolation, Paging, RowLengths, StateSlots, row_ends
-from .row import Embeds, Hidden, Ids, KVLoad, Last, Repair, Row, SampledIds
-from .step_input import InputVectors, PlacedLoad, PlacedRepair, Segment, StepInput
+from .row import Embeds, Hidden, HiddenOut, Ids, KeyMass, KVLoad, Last, Nothing, Pooled, Repair, Row, SampledIds, Score
+from .step_input import InputVectors, PlacedLoad, PlacedRepair, Segment, SegmentOutputs, StepInput
 
 
 class StepNumbers:
@@ -169,6 +169,7 @@ def _segment(
     repairs = tuple(_placed(one, row, at, pool) for row, at in zip(chosen, starts, strict=False) for one in row.repairs)
     loads = [_placed_load(one, row, pool, numbers) for row in chosen for one in row.loads]
     states = None if folds is None else _state_slots(chosen, [folds[i] for i in inside], numbers)
+    outputs = _outputs(chosen, starts, numbers) if stop == pool.layout.num_layers else None
 
     def build(flat: Tensor) -> Segment:
         lengths = RowLengths.of(starts, everywhere, (flat[own_starts], flat[own_lens]))
@@ -177,9 +178,48 @@ def _segment(
         own = None if tokens is None else flat[tokens]
         axes, placed = _rope_positions(chosen, pool.device), tuple(one(flat) for one in loads)
         folded = None if states is None else StateSlots(flat[states[0]], flat[states[1]], starts, flat[own_starts])
-        return Segment(start, stop, own, at, paging, repairs, axes, placed, folded)
+        wanted = None if outputs is None else outputs(flat)
+        return Segment(start, stop, own, at, paging, repairs, axes, placed, folded, wanted)
 
     return build
+
+
+def _outputs(
+    rows: Sequence[Row], starts: tuple[int, ...], numbers: StepNumbers
+) -> Callable[[Tensor], SegmentOutputs] | None:
+    """The tokens whose outputs are used; None if all are, or if a row reads what happens inside the last layers."""
+    if any(isinstance(row.want, HiddenOut | KeyMass) for row in rows):
+        return None
+    counts = [_wanted_tokens(row) for row in rows]
+    if sum(counts) == starts[-1]:
+        return None
+    own = [(i, row, count) for i, (row, count) in enumerate(zip(rows, counts, strict=True)) if count]
+    tokens = numbers.add(t for i, _, count in own for t in range(starts[i + 1] - count, starts[i + 1]))
+    positions = [p for _, row, count in own for p in row.positions[-count:]]
+    own_starts = (0, *accumulate(count for *_, count in own))
+    kept, cu_seqlens = numbers.add(i for i, *_ in own), numbers.add(own_starts)
+    own_lens = numbers.add(row_ends(own_starts, positions))
+
+    def build(flat: Tensor) -> SegmentOutputs:
+        lengths = RowLengths.of(own_starts, positions, (flat[cu_seqlens], flat[own_lens]))
+        return SegmentOutputs(flat[tokens], flat[kept], lengths)
+
+    return build
+
+
+def _wanted_tokens(row: Row) -> int:
+    """How many of a row's last tokens need the output of the last layer."""
+    match row.want:
+        case Nothing():
+            return 0
+        case Last(k):
+            return k
+        case Pooled(last=True):
+            return 1
+        case Pooled(first=first):
+            return len(row.positions) - first
+        case Score() | HiddenOut() | KeyMass():
+            return len(row.positions)
 
 
 def _state_slots(rows: Sequence[Row], folds: Sequence[StateFold], numbers: StepNumbers) -> tuple[slice, slice]:

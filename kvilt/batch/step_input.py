@@ -47,6 +47,15 @@ class PlacedLoad:
 
 
 @dataclass(frozen=True, slots=True)
+class SegmentOutputs:
+    """The tokens whose last hidden states are used: the last few of some rows, or none."""
+
+    tokens: Tensor  # [n] int64, indices into the segment's tokens
+    rows: Tensor  # [rows] int64, those of the segment that have such tokens
+    lengths: RowLengths  # of these rows, with these tokens alone
+
+
+@dataclass(frozen=True, slots=True)
 class Segment:
     """A run of layers through which the same rows go together."""
 
@@ -59,6 +68,7 @@ class Segment:
     rope_positions: Tensor | None = None  # [axes, n] int64, where some row rotates by several axes
     loads: tuple[PlacedLoad, ...] = ()
     states: StateSlots | None = None  # of models with recurrent state
+    outputs: SegmentOutputs | None = None  # of the last segment, unless the outputs of all tokens are used
 
     @property
     def rotated_by(self) -> Tensor:
@@ -69,6 +79,15 @@ class Segment:
     def lengths(self) -> RowLengths:
         """How the tokens divide into rows; the same in every group."""
         return self.paging[0].lengths
+
+    def wanted(self, outputs: SegmentOutputs) -> Segment:
+        """Only the tokens whose outputs are used. They read KV that all tokens have written."""
+        tokens, positions = outputs.tokens, self.positions[outputs.tokens]
+        paging = [
+            Paging(one.tables[outputs.rows], one.slots[tokens], outputs.lengths, positions) for one in self.paging
+        ]
+        axes = None if self.rope_positions is None else self.rope_positions[:, tokens]
+        return Segment(self.start, self.stop, tokens, positions, tuple(paging), rope_positions=axes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -137,6 +156,10 @@ class StepInput:
         if own.states is not None and theirs.states is not None:
             own.states.reads[first:] = theirs.states.reads[first:]
             own.states.writes[first:] = theirs.states.writes[first:]
+
+    def of_all_tokens(self) -> StepInput:
+        """The same step with all tokens through all layers, whether their outputs are used or not."""
+        return replace(self, segments=tuple(replace(one, outputs=None) for one in self.segments))
 
     @property
     def only_ids(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -88,7 +88,8 @@ def importance(checkpoint: Checkpoint, ids: Sequence[int], on_chunk: OnChunk | N
         with executor.create_kv_cache(1, len(part)) as kv:
             kv.reserve(len(part))
             row = Row(Ids(part), range(len(part)), kv, want=Last(min(_HEAD_TOKENS, len(part))))
-            executor.run(Batch.of([row]))
+            batch = Batch.of([row])
+            executor.run(replace(batch, step=batch.step.of_all_tokens()))
         if on_chunk is not None:
             on_chunk(start + len(part), len(ids))
     return _by_name(checkpoint, ops.sums)

@@ -91,9 +91,7 @@ class AltUpLayer:
     def __call__(self, x: Tensor, context: LayerContext) -> Tensor:
         """`x` [tokens, streams * hidden] to the same."""
         ops, tokens, active = context.ops, len(x), self.spec.active
-        streams = x.view(tokens, self.spec.streams, -1)
-        weights = self.router.weights(streams[:, active].contiguous(), self.router.predict, context)
-        predicted = ops.streams.mix(streams, weights)
+        predicted = self._predicted(x, context)
         old = predicted[:, active].contiguous()
         new = self._computed(old, context)
         corrected = ops.streams.add(
@@ -102,6 +100,18 @@ class AltUpLayer:
         read = corrected[:, active].contiguous()
         made = self.per_layer(read if self.scale is None else read * self.scale, context)
         return ops.streams.add(corrected, made, self.others.expand(tokens, -1)).view(tokens, -1)
+
+    def narrow(self, x: Tensor, context: LayerContext, tokens: Tensor, wanted: LayerContext) -> Tensor:
+        """As `Layer.narrow`."""
+        old = self._predicted(x, context)[:, self.spec.active].contiguous()
+        self.attention.write(old, context, self.attention_norm)
+        return self(x[tokens], wanted) if len(tokens) else x[tokens]
+
+    def _predicted(self, x: Tensor, context: LayerContext) -> Tensor:
+        """All streams [tokens, streams, hidden] as the layer expects them."""
+        streams = x.view(len(x), self.spec.streams, -1)
+        weights = self.router.weights(streams[:, self.spec.active].contiguous(), self.router.predict, context)
+        return context.ops.streams.mix(streams, weights)
 
     def _computed(self, x: Tensor, context: LayerContext) -> Tensor:
         """The active stream through attention beside Laurel, and through the feed-forward block."""

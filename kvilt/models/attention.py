@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..kv.layout import LayerSlot, Window
-from ..ops.contract import AttentionMask, NewKV, RmsNorm
+from ..ops.contract import AttentionMask, NewKV, Ops, RmsNorm
 from .layers import AnyNorm, LayerContext, Linear, Norm
 from .spec import AttentionSpec, RopeSpec
 
@@ -36,10 +36,10 @@ class Attention:
         self, x: Tensor, context: LayerContext, residual: Tensor | None = None, norm: AnyNorm | None = None
     ) -> Tensor:
         """`x` [tokens, hidden], normalized first, to [tokens, hidden], plus `residual`; writes keys and values."""
+        if self.k is None or context.written:
+            return self._read(x, context, residual, norm)
         ops, spec = context.ops, self.spec
         store, paging = context.stores[self.place.group], context.paging[self.place.group]
-        if self.k is None:
-            return self._read(x, context, residual, norm)
         q, k, v, gate = self._projected(x, context, norm)
         rotation = context.rotations[spec.rope] if isinstance(spec.rope, RopeSpec) else None
         together = rotation is not None and context.tap is None and not context.repairs
@@ -65,18 +65,41 @@ class Attention:
         mixed = ops.attention(q, store, self.place.layer, paging, self.mask())
         return self._project(mixed, gate, context, residual)
 
+    def write(self, x: Tensor, context: LayerContext, norm: AnyNorm | None) -> None:
+        """Only write keys and values of `x`, with the bits that a call writes."""
+        ops, spec, place = context.ops, self.spec, self.place
+        assert self.k is not None
+        # Two calls: a backend may store weights of one call together, and theirs belong beside those of the queries.
+        k, *other = (context.linears(x, (one,), norm)[0] for one in (self.k, self.v) if one is not None)
+        v = (other[0] if other else k).view(len(x), -1, spec.head_dim)
+        k = self._normed_heads(k, self.k_norm, ops)
+        v = v if self.v_norm is None else self.v_norm(v, ops)
+        rotation = context.rotations[spec.rope] if isinstance(spec.rope, RopeSpec) else None
+        ops.write(context.stores[place.group], place.layer, context.paging[place.group].slots, k, v, rotation)
+        for repair in context.repairs:
+            repair.write(ops, context.stores[place.group], place, spec.rope, k, v)
+
     def _read(self, x: Tensor, context: LayerContext, residual: Tensor | None, norm: AnyNorm | None) -> Tensor:
-        """Attention over the KV that an earlier layer wrote."""
+        """Attention over KV that `write` or an earlier layer has written."""
         ops, spec, paging = context.ops, self.spec, context.paging[self.place.group]
-        (q,) = context.linears(x, (self.q,), norm)
-        q = q.view(len(x), -1, spec.head_dim)
-        q = q if self.q_norm is None else self.q_norm(q, ops)
+        q, *gate = (context.linears(x, (one,), norm)[0] for one in (self.q, self.gate) if one is not None)
+        q = self._normed_heads(q, self.q_norm, ops)
+        if spec.temperature is not None:
+            q = ops.scale_queries(q, paging.positions, spec.temperature)
         if isinstance(spec.rope, RopeSpec):
             q = ops.rotate(q, context.rotations[spec.rope])
         store, layer, mask = context.stores[self.place.group], self.place.layer, self.mask()
         if context.tap is not None:
             context.tap.attended(ops, q, store, layer, paging, mask)
-        return self._project(ops.attention(q, store, layer, paging, mask), None, context, residual)
+        mixed = ops.attention(q, store, layer, paging, mask)
+        return self._project(mixed, gate[0] if gate else None, context, residual)
+
+    def _normed_heads(self, x: Tensor, norm: AnyNorm | None, ops: Ops) -> Tensor:
+        """Queries or keys [tokens, heads, dim], normalized head by head or as a whole."""
+        if self.spec.qk_norm_whole and norm is not None:
+            x, norm = norm(x, ops), None
+        x = x.view(len(x), -1, self.spec.head_dim)
+        return x if norm is None else norm(x, ops)
 
     def _project(self, mixed: Tensor, gate: Tensor | None, context: LayerContext, residual: Tensor | None) -> Tensor:
         mixed = mixed.view(-1, self.spec.heads * self.spec.head_dim)

@@ -22,6 +22,7 @@ from ..batch import (
     Score,
     Scores,
     Segment,
+    SegmentOutputs,
     StepInput,
 )
 from ..ops.contract import Ops, PageStore, Prepared, Rotation, RowLogprobs, StateStore
@@ -77,6 +78,13 @@ class Layer:
             return context.ops.add(self.post_feed_forward_norm(made, context.ops), x, self.output_scale)
         return self._added(self.feed_forward, self.feed_forward_norm, context, x, self.post_feed_forward_norm)
 
+    def narrow(self, x: Tensor, context: LayerContext, tokens: Tensor, wanted: LayerContext) -> Tensor:
+        """Write the KV of all tokens, and compute the outputs of some: `wanted` is the context of these."""
+        if not isinstance(self.attention, Attention | LatentAttention):  # recurrent: outputs and state come together
+            return self(x, context)[tokens]
+        self.attention.write(x, context, self.attention_norm)
+        return self(x[tokens], wanted) if len(tokens) else x[tokens]
+
     def _alone(self, x: Tensor, context: LayerContext) -> Tensor:
         """A layer of one block."""
         if self.attention is not None:
@@ -118,6 +126,11 @@ class TokenStates:
         if self.layer_inputs is None:
             return self.x[span]
         return torch.cat([self.x[span], self.layer_inputs[span].flatten(1)], dim=1)
+
+
+def _only_reads(block: Mixer) -> bool:
+    """Whether a layer reads the KV of an earlier one and has none of its own."""
+    return isinstance(block, Attention) and block.k is None
 
 
 def _nbytes(linear: Linear) -> int:
@@ -187,6 +200,12 @@ class Decoder:
         return self.logits(states.x, step_adapters)
 
     @property
+    def last_writer(self) -> int:
+        """The last layer with KV or recurrent state of its own, which later tokens read."""
+        blocks = [layer.attention for layer in self.layers]
+        return max(i for i, one in enumerate(blocks) if one is not None and not _only_reads(one))
+
+    @property
     def asks_the_host(self) -> bool:
         """Whether the host decides inside a step what is computed: which experts. A graph could not follow it."""
         blocks = (layer.feed_forward for layer in self.layers)
@@ -238,7 +257,27 @@ class Decoder:
                     own = replace(context, repairs=_layer_repairs(index, repairs, stored))
                 if index in taps:
                     own = replace(own, tap=taps[index])
+                if segment.outputs is not None and index == self.last_writer:
+                    return self._last_layers(x, own, segment, segment.outputs, before_layer)
                 x = self.layers[index](x, own)
+        return x
+
+    def _last_layers(
+        self,
+        x: Tensor,
+        context: LayerContext,
+        segment: Segment,
+        outputs: SegmentOutputs,
+        before_layer: Callable[[int], None],
+    ) -> Tensor:
+        """From the last layer with KV or state on: outputs only of the tokens that need them."""
+        tokens, first = outputs.tokens, self.last_writer
+        wanted = context.wanted(segment.wanted(outputs), self._rotations)
+        part = self.layers[first].narrow(x, context, tokens, wanted)
+        for index in range(first + 1, segment.stop if len(tokens) else first):
+            before_layer(index)
+            part = self.layers[index](part, wanted)
+        x[tokens] = part
         return x
 
     def _write_loads(

@@ -5,13 +5,13 @@ Reads like the equation; names no backend and no family.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
-from ..batch import PlacedRepair, UnrotatedKV
+from ..batch import PlacedRepair, Segment, UnrotatedKV
 from ..kv.layout import LayerSlot
 from ..ops.contract import (
     AttentionMask,
@@ -81,6 +81,7 @@ class LayerContext:
     state_store: StateStore | None = None  # of models with recurrent state
     states: StateSlots | None = None
     layer_inputs: Tensor | None = None  # [tokens, layers, width], of models with inputs of each layer's own
+    written: bool = False  # whether the KV of these tokens is in the pages already
 
     def linears(self, x: Tensor, maps: Sequence[Linear], norm: AnyNorm | None = None) -> list[Tensor]:
         """Several linear maps of the same input, normalized first, each token's adapter included."""
@@ -113,6 +114,19 @@ class LayerContext:
         (part,) = self.linears(x, [linear])
         whole = all_reduce(part)
         return whole if residual is None else self.ops.add(residual, whole)
+
+    def wanted(self, segment: Segment, rotations: Callable[[Tensor], Mapping[RopeSpec, Rotation]]) -> LayerContext:
+        """For some tokens of the segment, after all of its tokens have written their KV."""
+        inputs, own = self.layer_inputs, segment.tokens
+        return replace(
+            self,
+            paging=segment.paging,
+            rotations=rotations(segment.rotated_by),
+            step_adapters=None if self.step_adapters is None else self.step_adapters.of(own),
+            repairs=(),
+            layer_inputs=None if inputs is None else inputs[own],
+            written=True,
+        )
 
     def of(self, tokens: Tensor) -> LayerContext:
         """For a block that sees only some tokens of the segment."""

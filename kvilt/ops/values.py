@@ -112,8 +112,8 @@ class RowLengths:
         """
         ends = row_ends(starts, positions)
         cu_seqlens, seq_lens = tensors or (torch.tensor(starts), torch.tensor(ends))
-        longest = max(map(int.__sub__, starts[1:], starts))
-        return RowLengths(starts, cu_seqlens, seq_lens, longest, max(ends), is_dense(starts, positions), tuple(ends))
+        longest, furthest = max(map(int.__sub__, starts[1:], starts), default=0), max(ends, default=0)
+        return RowLengths(starts, cu_seqlens, seq_lens, longest, furthest, is_dense(starts, positions), tuple(ends))
 
     @property
     def rows(self) -> int:

@@ -21,6 +21,7 @@ from ...batch import (
     Pooled,
     Score,
     Segment,
+    SegmentOutputs,
     StepInput,
     UnrotatedKV,
     Want,
@@ -177,11 +178,8 @@ def _read_want(message: MessageReader) -> Want:
 
 def _write_segment(out: MessageWriter, segment: Segment, split: ModelSplit) -> None:
     out.numbers([segment.start, segment.stop, len(segment.paging)])
-    lengths = segment.lengths
-    out.numbers(lengths.starts)
-    out.numbers(lengths.ends)
-    out.numbers([lengths.max_query, lengths.max_seq, int(lengths.dense)])
-    for tensor in (lengths.cu_seqlens, lengths.seq_lens, segment.tokens, segment.positions, segment.rope_positions):
+    _write_lengths(out, segment.lengths)
+    for tensor in (segment.tokens, segment.positions, segment.rope_positions):
         out.tensor(tensor)
     for paging in segment.paging:
         out.tensor(paging.tables)
@@ -191,23 +189,49 @@ def _write_segment(out: MessageWriter, segment: Segment, split: ModelSplit) -> N
         out.tensor(tensor)
     if states is not None:
         out.numbers(states.starts)
+    _write_outputs(out, segment.outputs)
     _write_stored(out, segment, split)
 
 
 def _read_segment(message: MessageReader) -> Segment:
     start, stop, groups = message.numbers()
-    starts, ends = message.numbers(), message.numbers()
-    max_query, max_seq, dense = message.numbers()
-    cu_seqlens, seq_lens = message.tensor(), message.tensor()
-    lengths = RowLengths(starts, cu_seqlens, seq_lens, max_query, max_seq, bool(dense), ends)
+    lengths = _read_lengths(message)
     tokens, positions, axes = message.maybe_tensor(), message.tensor(), message.maybe_tensor()
     paging = tuple(Paging(message.tensor(), message.tensor(), lengths, positions) for _ in range(groups))
     reads, writes, state_lens = (message.maybe_tensor() for _ in range(3))
     states = None
     if reads is not None and writes is not None:
         states = StateSlots(reads, writes, message.numbers(), state_lens)
+    outputs = _read_outputs(message)
     repairs, loads = _read_stored(message, groups)
-    return Segment(start, stop, tokens, positions, paging, repairs, axes, loads, states)
+    return Segment(start, stop, tokens, positions, paging, repairs, axes, loads, states, outputs)
+
+
+def _write_lengths(out: MessageWriter, lengths: RowLengths) -> None:
+    out.numbers(lengths.starts)
+    out.numbers(lengths.ends)
+    out.numbers([lengths.max_query, lengths.max_seq, int(lengths.dense)])
+    out.tensor(lengths.cu_seqlens)
+    out.tensor(lengths.seq_lens)
+
+
+def _read_lengths(message: MessageReader) -> RowLengths:
+    starts, ends = message.numbers(), message.numbers()
+    max_query, max_seq, dense = message.numbers()
+    return RowLengths(starts, message.tensor(), message.tensor(), max_query, max_seq, bool(dense), ends)
+
+
+def _write_outputs(out: MessageWriter, outputs: SegmentOutputs | None) -> None:
+    out.tensor(None if outputs is None else outputs.tokens)
+    if outputs is not None:
+        out.tensor(outputs.rows)
+        _write_lengths(out, outputs.lengths)
+
+
+def _read_outputs(message: MessageReader) -> SegmentOutputs | None:
+    if (tokens := message.maybe_tensor()) is None:
+        return None
+    return SegmentOutputs(tokens, message.tensor(), _read_lengths(message))
 
 
 # Stored KV. Several repairs of a row read the same text, which is sent once.
