@@ -225,7 +225,7 @@ constexpr std::array<WideProduct, kWeightKinds> kWideProducts =
 
 inline void run_product(const PackedWeight& w, int64_t tile, const QuantizedRows& x, int64_t first, int64_t last,
                         f32x16* totals) {
-  kWideProducts[int(w.kind)](w.data + tile * tile_bytes(w.kind, w.inputs), x, first, last, totals);
+  kWideProducts[int(w.kind)](tile_at(w, tile), x, first, last, totals);
 }
 
 inline void quantize_wide(const QuantizedRows& x, int64_t group) { quantize_group<kWide>(x, group); }

@@ -13,8 +13,9 @@
 namespace kvilt::KVILT_ISA {
 
 // Bytes of weights to prefetch ahead. The hardware prefetcher stops at the end of a page, and a block with many rows
-// takes so long that memory would be idle meanwhile.
-constexpr int kAhead = 2560;
+// takes so long that memory would be idle meanwhile. With 2560 bytes blocks came too late.
+constexpr int kAhead = 8192;
+constexpr int kLine = 64;  // bytes
 
 // G groups of R rows each through one tile. The order of a row's operations does not depend on G and R.
 template <WeightKind K, int R, int G>
@@ -33,8 +34,7 @@ void packed_rows(const uint8_t* w, const QuantizedRows& x, int64_t group, f32x16
         if constexpr (F::minimum) low_factor = load_half(reinterpret_cast<const uint16_t*>(w + 2 * kTile));
         w += F::header;
       }
-    if constexpr (R > 1)
-      for (int line = 0; line < F::block; line += 64) __builtin_prefetch(w + kAhead + line);
+    for (int line = 0; line < F::block; line += kLine) __builtin_prefetch(w + kAhead + line);
     const auto through = [&](int part, auto scales) __attribute__((always_inline)) {
       const Codes<F::coding> codes(w, part);
 #if defined(__ARM_FEATURE_MATMUL_INT8)
@@ -67,11 +67,18 @@ void packed_rows(const uint8_t* w, const QuantizedRows& x, int64_t group, f32x16
   for (int r = 0; r < G * R; ++r) out[r] = joined(sums + r, G * R);
 }
 
+template <WeightKind K>
+inline void prefetch_column(const uint8_t* w, int64_t k) {
+  constexpr int64_t kColumn = kTile * (K == WeightKind::kFloat32 ? 4 : 2);  // bytes
+  if (k * kColumn % kLine == 0) __builtin_prefetch(w + k * kColumn + kAhead);
+}
+
 template <WeightKind K, int R>
 void float_rows(const uint8_t* w, const float* plain, int64_t inputs, f32x16* out) {
   f32x16 acc[R];
   set_zero(acc);
   for (int64_t k = 0; k < inputs; ++k) {
+    prefetch_column<K>(w, k);
     const f32x16 column = load_weights<K>(w, k * kTile);
     for (int r = 0; r < R; ++r) acc[r] = fma(column, plain[r * inputs + k], acc[r]);
   }
@@ -118,7 +125,7 @@ inline int64_t together(const TileProducts& products, const QuantizedRows& x, in
 inline void product(const PackedWeight& w, int64_t tile, const QuantizedRows& x, int64_t first, int64_t last,
                     f32x16* out) {
   const TileProducts& products = kProducts[int(w.kind)];
-  const uint8_t* from = w.data + tile * tile_bytes(w.kind, w.inputs);
+  const uint8_t* from = tile_at(w, tile);
   for (int64_t group = first, groups; group < last; group += groups) {
     groups = together(products, x, group, last);
     const TileProduct product = groups == 2 ? products.two : products.of[x.count(group) - 1];

@@ -124,4 +124,8 @@ inline int64_t tile_bytes(WeightKind kind, int64_t inputs) {
   return 0;
 }
 
+inline const uint8_t* tile_at(const PackedWeight& w, int64_t tile) {
+  return w.data + tile * tile_bytes(w.kind, w.inputs);
+}
+
 }  // namespace kvilt
