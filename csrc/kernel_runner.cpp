@@ -53,6 +53,18 @@ void KernelRunner::cut(int64_t tile, int64_t last_tile, int64_t together, int64_
       pieces_.push_back({at, std::min(last_tile, at + together), first, std::min(groups, first + at_once)});
 }
 
+// Each thread has a run of tiles in pieces that get smaller: handing one out costs as much as a short tile takes, and the
+// threads should end together.
+void KernelRunner::cut_smaller(int64_t tiles, int64_t groups, int threads) {
+  for (int64_t thread = 0; thread < threads; ++thread) {
+    const int64_t end = tiles * (thread + 1) / threads;
+    for (int64_t at = tiles * thread / threads, next; at < end; at = next) {
+      next = at + std::clamp<int64_t>((end - at) / 2, 1, kernels_.linear.tiles_at_once);
+      pieces_.push_back({at, next, 0, groups});
+    }
+  }
+}
+
 // In the layout of rows a thread reads activations once for all tiles of a piece, and unpacks weights once for all of its
 // rows. But a thread that shares its core takes up to three times as long. So each thread has a run of tiles that begins
 // with large pieces and ends with small ones, with which the others help it.
@@ -78,11 +90,11 @@ void KernelRunner::tiles(int64_t tiles, int64_t groups, int64_t inputs, int64_t 
   if (kernels_.linear.layout == Layout::kRows) {
     cut_for_rows(tiles, groups, inputs, threads);
   } else {
-    // A few tiles a piece: handing one out costs as much as a short tile takes. Eight groups of rows or more, if the cache of
-    // a core holds them; an even number, as kernels ask for.
-    const int64_t together = std::clamp<int64_t>(tiles / (threads * 16), 1, kernels_.linear.tiles_at_once);
+    // Eight groups of rows or more, if the cache of a core holds them; an even number, as kernels ask for.
     const int64_t cached = kCachedBytes / (2 * kRowGroup * inputs) * 2;
-    cut(0, tiles, together, groups, std::clamp<int64_t>(cached, 8, kernels_.linear.groups_at_once));
+    const int64_t at_once = std::clamp<int64_t>(cached, 8, kernels_.linear.groups_at_once);
+    if (groups <= at_once) cut_smaller(tiles, groups, threads);
+    else cut(0, tiles, std::clamp<int64_t>(tiles / (threads * 16), 1, kernels_.linear.tiles_at_once), groups, at_once);
   }
   const auto one = [&](int64_t at, int) {
     const Piece& piece = pieces_[size_t(at)];

@@ -130,6 +130,7 @@ class KernelRunner {
   using TileWork = std::function<void(int64_t tile, int64_t last_tile, int64_t first, int64_t last)>;
   void tiles(int64_t tiles, int64_t groups, int64_t inputs, int64_t nanoseconds, const TileWork& work);
   void cut(int64_t tile, int64_t last_tile, int64_t together, int64_t groups, int64_t at_once);
+  void cut_smaller(int64_t tiles, int64_t groups, int threads);
   void cut_for_rows(int64_t tiles, int64_t groups, int64_t inputs, int threads);
 
   // Some tiles for some groups of rows: what a thread does at a time.
