@@ -7,9 +7,10 @@
 namespace kvilt {
 namespace {
 
-constexpr int64_t kBlockRows = 192;     // queries times heads that share what is loaded of a tile
-constexpr int64_t kItemsPerThread = 4;  // so that threads end together
-constexpr int64_t kTokensAtOnce = 32;   // tokens of a piece of elementwise work: a page, mostly
+constexpr int64_t kBlockRows = 192;       // queries times heads that share what is loaded of a tile
+constexpr int64_t kItemsPerThread = 4;    // so that threads end together
+constexpr int64_t kWriteNanoseconds = 2;  // a number of a key or value: mostly cache misses
+constexpr int64_t kTokensAtOnce = 32;     // tokens of a piece of elementwise work
 
 template <typename T>
 void grow(std::vector<T>& room, int64_t size) {
@@ -31,14 +32,29 @@ void Attention::rotate(const RotateArgs& a) {
   });
 }
 
+// Neighbouring tokens of one page are a piece: their keys share cache lines, which two threads would take from each other.
+template <typename Write>
+void Attention::write_pages(const Pages& pages, const int64_t* slots, int64_t tokens, Write write) {
+  page_starts_.clear();
+  for (int64_t t = 0; t < tokens; ++t)
+    if (t == 0 || slots[t] / pages.page_tokens != slots[t - 1] / pages.page_tokens) page_starts_.push_back(t);
+  const int64_t count = int64_t(page_starts_.size());
+  page_starts_.push_back(tokens);
+  const int64_t numbers = tokens * pages.kv_heads * (pages.dim + pages.value_dim);
+  const auto piece = [&](int64_t at, int worker) {
+    for (int64_t t = page_starts_[size_t(at)]; t < page_starts_[size_t(at) + 1]; ++t)
+      write(t, scratch_[size_t(worker)].data());
+  };
+  pool_.run(count, piece, pool_.worth(numbers * kWriteNanoseconds));
+}
+
 void Attention::write(const WriteArgs& a) {
   check_slots(a.pages, a.slots, a.tokens);
   const int64_t keys = a.pages.kv_heads * a.pages.dim, values = a.pages.kv_heads * a.pages.value_dim;
   for (auto& scratch : scratch_) grow(scratch, keys + a.pages.dim);
-  pool_.run(pieces(a.tokens, kTokensAtOnce), [&](int64_t piece, int worker) {
-    for (int64_t t = piece * kTokensAtOnce; t < std::min(a.tokens, (piece + 1) * kTokensAtOnce); ++t)
-      kernels_.write_token(a.pages, a.slots[t], a.keys + t * keys, a.values + t * values,
-                           a.rotation.cos ? &a.rotation : nullptr, t, scratch_[size_t(worker)].data());
+  write_pages(a.pages, a.slots, a.tokens, [&](int64_t t, float* scratch) {
+    kernels_.write_token(a.pages, a.slots[t], a.keys + t * keys, a.values + t * values,
+                         a.rotation.cos ? &a.rotation : nullptr, t, scratch);
   });
 }
 
@@ -65,16 +81,13 @@ void Attention::interpolate(const InterpolateArgs& a) {
     change(old_keys + a.anchors[i] * keys * size, a.new_keys + i * keys, keys, key_changes + i * keys);
     change(old_values + a.anchors[i] * values * size, a.new_values + i * values, values, value_changes + i * values);
   }
-  pool_.run(pieces(a.tokens, kTokensAtOnce), [&](int64_t piece, int worker) {
-    float *scratch = scratch_[size_t(worker)].data(), *key = scratch + keys + a.pages.dim, *value = key + keys;
-    for (int64_t t = piece * kTokensAtOnce; t < std::min(a.tokens, (piece + 1) * kTokensAtOnce); ++t) {
-      const float* weights = a.weights + t * a.count;
-      kernels_.interpolate(a.dtype, old_keys + a.interpolated[t] * keys * size, keys, key_changes, weights, a.count,
-                           key);
-      kernels_.interpolate(a.dtype, old_values + a.interpolated[t] * values * size, values, value_changes, weights,
-                           a.count, value);
-      kernels_.write_token(a.pages, a.slots[t], key, value, a.rotation.cos ? &a.rotation : nullptr, t, scratch);
-    }
+  write_pages(a.pages, a.slots, a.tokens, [&](int64_t t, float* scratch) {
+    float *key = scratch + keys + a.pages.dim, *value = key + keys;
+    const float* weights = a.weights + t * a.count;
+    kernels_.interpolate(a.dtype, old_keys + a.interpolated[t] * keys * size, keys, key_changes, weights, a.count, key);
+    kernels_.interpolate(a.dtype, old_values + a.interpolated[t] * values * size, values, value_changes, weights,
+                         a.count, value);
+    kernels_.write_token(a.pages, a.slots[t], key, value, a.rotation.cos ? &a.rotation : nullptr, t, scratch);
   });
 }
 

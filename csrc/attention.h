@@ -88,6 +88,8 @@ class Attention {
   void write_slots(const std::vector<SlotsArgs>& layers);
 
  private:
+  template <typename Write>
+  void write_pages(const Pages& pages, const int64_t* slots, int64_t tokens, Write write);
   // A block of one row's queries and one KV head.
   struct Unit {
     int64_t row, first, tokens, head;
@@ -113,6 +115,7 @@ class Attention {
   std::vector<float> records_, changes_;
   std::vector<Unit> units_;
   std::vector<Item> items_, dealt_;
+  std::vector<int64_t> page_starts_;
 };
 
 }  // namespace kvilt
