@@ -145,11 +145,13 @@ void Attention::cut(const AttentionArgs& a, int64_t piece) {
     if (unit.items > 1) records += unit.tiles * partial_floats(unit.tokens * group, a.pages);
   }
   grow(records_, records);
+  const auto cost_of = [&](const Item& item) { return item.tiles * units_[size_t(item.unit)].tokens; };
   std::sort(items_.begin(), items_.end(), [&](const Item& x, const Item& y) {
-    const int64_t here = x.tiles * units_[size_t(x.unit)].tokens, there = y.tiles * units_[size_t(y.unit)].tokens;
+    const int64_t here = cost_of(x), there = cost_of(y);
     return here != there ? here > there : x.unit != y.unit ? x.unit < y.unit : x.tile < y.tile;
   });
-  deal();
+  // Of equal ones a thread has those of neighbouring rows, whose newest keys it has just written.
+  if (items_.empty() || cost_of(items_.front()) != cost_of(items_.back())) deal();
 }
 
 // Each thread begins with a share of neighbouring items: give all of them dear and cheap ones.
