@@ -20,7 +20,7 @@ import statistics
 import sys
 from pathlib import Path
 
-from peers.children import Server
+from peers.children import Missing, Server
 from peers.engines import NATIVE
 from peers.models import MODELS, Candidate
 from peers.workloads import chosen, parse
@@ -47,7 +47,10 @@ def arguments() -> argparse.Namespace:
 
 def start(build: Path, model: str, threads: int) -> Server:
     os.environ[NATIVE] = str(build.resolve())
-    return Server(Candidate("kvilt", "kvilt", MODELS.get(model, Path(model)), sys.executable), threads)
+    try:
+        return Server(Candidate("kvilt", "kvilt", MODELS.get(model, Path(model)), sys.executable), threads)
+    except Missing as error:
+        raise SystemExit(f"{build} cannot be measured: {error}") from None
 
 
 def measure(servers: list[Server], names: list[str], rounds: int, rates: Rates) -> None:

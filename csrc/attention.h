@@ -88,8 +88,6 @@ class Attention {
   void write_slots(const std::vector<SlotsArgs>& layers);
 
  private:
-  template <typename Write>
-  void write_pages(const Pages& pages, const int64_t* slots, int64_t tokens, Write write);
   // A block of one row's queries and one KV head.
   struct Unit {
     int64_t row, first, tokens, head;
@@ -101,6 +99,10 @@ class Attention {
   struct Item {
     int64_t unit, tile, tiles;
   };
+
+  // Calls write(token, scratch) for all tokens, those of a page by one thread.
+  template <typename Write>
+  void write_pages(const Pages& pages, const int64_t* slots, int64_t tokens, Write write);
 
   void check(const AttentionArgs& args) const;
   void plan(const AttentionArgs& args);
